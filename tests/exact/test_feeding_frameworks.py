@@ -16,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
+    distributed,
 )
 
 from torchft_ckpt import DistributedSampler
@@ -24,6 +25,14 @@ from torchft_ckpt.exact.feeding import feed
 
 Make = Callable[..., Group]
 ROWS = TensorDataset(torch.arange(20.0).view(10, 2))
+
+
+class Longest(RandomSampler):
+    """Has an order of its own."""
+
+
+class Wrapped(distributed.DistributedSampler[Any]):
+    """Goes over another sampler, as Lightning's does with those that it does not know."""
 
 
 def loader_with(sampler: Any) -> DataLoader[Any]:
@@ -40,6 +49,7 @@ def loader_with(sampler: Any) -> DataLoader[Any]:
             DistributedSampler(ROWS, 1, 2, group_rank=0, num_replicas=1, shuffle=False, seed=5),
             {"shuffle": 0, "seed": 5},
         ),
+        (distributed.DistributedSampler(ROWS, num_replicas=2, rank=1, seed=6), {"shuffle": 1, "seed": 6}),
     ],
 )
 def test_a_step_has_samples_of_the_whole_data_set_in_the_order_of_the_loader(
@@ -62,12 +72,25 @@ def test_a_data_set_smaller_than_a_step_has_one_in_an_epoch(make_group: Make) ->
         (WeightedRandomSampler([1.0] * 10, 10), 1, "WeightedRandomSampler"),
         (RandomSampler(ROWS, replacement=True), 1, "RandomSampler"),
         (RandomSampler(ROWS, num_samples=5), 1, "RandomSampler"),
+        (SequentialSampler(range(5)), 1, "SequentialSampler"),
+        (Longest(ROWS), 1, "Longest"),
+        (Wrapped(ROWS, num_replicas=1, rank=0), 1, "Wrapped"),
         (None, 2, "accumulation of gradients"),
     ],
 )
 def test_what_is_not_a_steps_is_refused(make_group: Make, sampler: Any, accumulates: int, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         feed(make_group().manager, loader_with(sampler), 4, accumulates=accumulates, seed=3)
+
+
+def test_samplers_that_a_framework_shuffles_by_are_known_to_it(make_group: Make) -> None:
+    steps, _ = feed(make_group().manager, loader_with(Longest(ROWS)), 4, accumulates=1, seed=3, shuffles=Longest)
+    assert steps is not None and steps.geometry()["shuffle"] == 1
+
+
+def test_what_is_no_data_loader_is_refused(make_group: Make) -> None:
+    with pytest.raises(ConfigError, match="list with global_batch_size"):
+        feed(make_group().manager, [ROWS[0]], 4, accumulates=1, seed=3)
 
 
 class Stream(IterableDataset[int]):

@@ -400,7 +400,7 @@ def optimizer_of(model: torch.nn.Module) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-def train_exactly(folder: Path, model: torch.nn.Module, resume: str | None) -> tuple[list[float], int]:
+def train_exactly(folder: Path, model: torch.nn.Module, resume: str | None, size: int = 8) -> tuple[list[float], int]:
     """Train by the Trainer, in one group; return the logged losses, and how many attempts were discarded."""
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     manager = Manager(ProcessGroupGloo(), None, None, 1, replica_id="g", lighthouse_addr=lighthouse.address())
@@ -424,7 +424,7 @@ def train_exactly(folder: Path, model: torch.nn.Module, resume: str | None) -> t
         logging_steps=1,
         seed=11,
     )
-    callback = FaultToleranceCallback(manager, global_batch_size=8)
+    callback = FaultToleranceCallback(manager, global_batch_size=size)
     try:
         trainer = Trainer(model, args, train_dataset=Rows(), callbacks=[callback], optimizers=optimizer_of(model))
         trainer.train(resume_from_checkpoint=resume)
@@ -456,6 +456,8 @@ def test_exact_steps_are_those_of_plain_torch_also_from_a_checkpoint_on(tmp_path
     assert dict(leaves("", model.state_dict())) == wanted == dict(leaves("", resumed.state_dict()))
     assert found == found_again == [torch.tensor(one).item() for one in losses]
     assert num_discarded == 1
+    with pytest.raises(ConfigError, match="global_batch_size=8, here 4"):
+        train_exactly(tmp_path, Plain(), str(tmp_path / "checkpoint-5"), size=4)
 
 
 def test_the_trainer_is_made_with_a_callback_that_feeds_it(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, distributed
 
+from torchft_ckpt.data import DistributedSampler
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.exact.loader import StepLoader
 
@@ -30,33 +30,53 @@ class StandIn(dict[str, torch.Tensor]):
 
 
 def feed(
-    manager: Manager, loader: Any, size: int, *, accumulates: int, seed: int, part: tuple[int, int] = (0, 1)
+    manager: Manager,
+    loader: Any,
+    size: int,
+    *,
+    accumulates: int,
+    seed: int,
+    part: tuple[int, int] = (0, 1),
+    shuffles: type = RandomSampler,
 ) -> tuple[StepLoader | None, Any]:
     """Return a `StepLoader` of what a loader reads, whose microbatches are its batches; and a loader of stand-ins in its place.
 
     What has no access by index trains as it would: then there is no StepLoader, and a warning says so. Raises `ConfigError` as
-    `StepLoader`, and for an order of samples or an accumulation of gradients (`accumulates` batches) that is not a step's.
+    `StepLoader`, and for a loader of another kind, an order of samples, or an accumulation of gradients (`accumulates` batches)
+    that is not a step's. A class derived from a sampler of torch's may have any order.
 
     `size`: of the global batch. `seed`: of the order, if the sampler has none. `part`: see `rank_in_microbatch` of `StepLoader`.
+    `shuffles`: a further class of samplers that shuffle.
     """
-    data = loader.dataset
+    if not isinstance(loader, DataLoader):
+        name = type(loader).__name__
+        raise ConfigError(
+            f"{name} with global_batch_size: steps are read from the data set of a DataLoader", party=name
+        )
+    data: Any = loader.dataset
     if isinstance(data, IterableDataset):
         name = type(data).__name__
         logger.warning("%s has no access by index: it trains as without global_batch_size, and not exactly", name)
         return None, loader
     if accumulates != 1:
         raise ConfigError("leave the accumulation of gradients out: global_batch_size says it", party="accumulation")
-    batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
-    sampler = batches.sampler if type(batches) is BatchSampler else batches
-    if isinstance(sampler, DistributedSampler):
+    batches: Any = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
+    kind, source = type(sampler), getattr(sampler, "data_source", getattr(sampler, "dataset", ()))
+    is_whole = len(source) == len(data)
+    if is_whole and kind in (distributed.DistributedSampler, DistributedSampler):
         is_shuffled, seed = sampler.shuffle, sampler.seed
-    elif isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(data):
+    elif (
+        is_whole and kind in (RandomSampler, shuffles) and not sampler.replacement and sampler.num_samples == len(data)
+    ):
         is_shuffled = True
-    elif isinstance(sampler, SequentialSampler):
+    elif is_whole and kind is SequentialSampler:
         is_shuffled = False
     else:
-        name = type(sampler).__name__
-        raise ConfigError(f"{name} with global_batch_size: a step has samples in order, or shuffled", party=name)
+        raise ConfigError(
+            f"{kind.__name__} with global_batch_size: a step has samples of the whole data set in order, or shuffled",
+            party=kind.__name__,
+        )
     steps = StepLoader(
         manager,
         data,

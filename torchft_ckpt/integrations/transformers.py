@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, broadcast
@@ -72,6 +73,8 @@ logger = logging.getLogger(__name__)
 
 KEY = "transformers"
 """Names the Trainer's state among all that is registered with the Manager."""
+_GEOMETRY = "torchft_ckpt"
+"""Names in a checkpoint of the Trainer's what says which samples are in a step."""
 _REFUSED: dict[str, str] = {
     "auto_find_batch_size": "it begins the training anew in the middle of the job",
     "load_best_model_at_end": "only the group that speaks for the job has the best one; load it after train()",
@@ -170,7 +173,10 @@ class FaultToleranceCallback(TrainerCallback):
         seed, accumulates = args.seed if args.data_seed is None else args.data_seed, args.gradient_accumulation_steps
 
         def get_train_dataloader() -> Any:
-            self._steps, loader = feed(self._manager, make(), global_batch_size, seed=seed, accumulates=accumulates)
+            shuffles = SeedableRandomSampler
+            self._steps, loader = feed(
+                self._manager, make(), global_batch_size, seed=seed, accumulates=accumulates, shuffles=shuffles
+            )
             return loader
 
         trainer.get_train_dataloader = functools.cache(get_train_dataloader)
@@ -246,8 +252,10 @@ class FaultToleranceCallback(TrainerCallback):
         self._manager.register_state_dict_fn(KEY, load_state_dict, state_dict)
         resumed_at = self._resumed_at = self._logged_at = state.global_step
         if resumed_at and not self._manager.current_step():
-            geometry = {} if self._steps is None else self._steps.geometry()  # the checkpoint does not say it
-            self._manager.load_state_dict({"step": resumed_at, "batches_committed": 0, **geometry})
+            saved = state.stateful_callbacks.get(_GEOMETRY, {})
+            self._manager.load_state_dict({"step": resumed_at, "batches_committed": 0, **saved})
+        if self._steps is not None:
+            state.stateful_callbacks[_GEOMETRY] = self._steps.geometry()  # it goes with the Trainer's checkpoints
         if self._steps is None:
             self._take_over_data(loader, accumulation)
             self._follow_job(max(self._manager.newest_step_of_peers() or 0, self._manager.current_step()))
