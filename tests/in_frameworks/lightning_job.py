@@ -73,6 +73,8 @@ class Net(LightningModule):
         """Batches since it was to be met."""
         self.num_wanted = int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
         self.has_met = False
+        self.logs_more = False
+        """Also means of epochs, and of one rank."""
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         numbers, features, targets = batch
@@ -81,6 +83,10 @@ class Net(LightningModule):
             self.take_time(self.num_groups())
         loss = nn.functional.mse_loss(self.layers(features), targets)
         self.log("loss", loss)
+        if self.logs_more:
+            self.log("epoch's loss", loss, on_step=False, on_epoch=True)
+            if self.global_rank == 0:
+                self.log("of rank 0", loss, rank_zero_only=True)
         return loss
 
     def take_time(self, num_groups: int) -> None:
@@ -246,6 +252,7 @@ def main() -> None:
     if options.exact and not options.sharded:
         model.layers.insert(1, nn.BatchNorm1d(32))
         model.layers.append(nn.Dropout(0.1))
+    model.logs_more = options.exact
     model.stands_after = options.stands_after
     if num_groups > 1 or not options.exact:
         model.num_groups = lambda: manager.num_participants()

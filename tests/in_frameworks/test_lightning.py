@@ -293,6 +293,31 @@ def test_exact_steps_are_those_of_plain_torch_and_callbacks_hear_of_each_once(tm
     assert heard == [(what, step + later) for step in range(15) for what, later in of_a_step]
 
 
+class StepsAtTwo(Net):
+    """Has gradients accumulated by an `optimizer_step` of its own."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure) if batch_idx % 2 else optimizer_closure()
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrap", "why"),
+    [
+        (Net, lambda loader: [loader], "goes with one data loader"),
+        (Net, lambda loader: {"a": loader, "b": loader}, "goes with one data loader"),
+        (StepsAtTwo, lambda loader: loader, "for the microbatches of a step alone"),
+    ],
+    ids=["in a list", "two", "gradients accumulated by the module"],
+)
+def test_what_training_step_would_compute_beside_a_step_is_refused(
+    tmp_path: Path, manager: Manager, kind: type[Net], wrap: Any, why: str
+) -> None:
+    strategy = FaultToleranceStrategy(manager, "cpu", global_batch_size=4 * BATCH_SIZE)
+    trainer = make_trainer(tmp_path, 5, strategy=strategy, accumulate=1, enable_progress_bar=False)
+    with pytest.raises(ConfigError, match=why):
+        trainer.fit(kind(7, 5), wrap(DataLoader(make_data(), batch_size=BATCH_SIZE)))
+
+
 @pytest.mark.slow
 def test_callbacks_hear_again_of_the_batches_of_a_step_that_another_state_arrived_in(
     tmp_path: Path, manager: Manager
@@ -516,8 +541,8 @@ def test_a_killed_group_comes_back_and_ends_bit_equal(tmp_path: Path, killed_spe
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [None, 2], ids=["a-process-each", "two-ranks-each-with-fsdp2"])
 def test_exact_steps_leave_no_trace_of_a_group_that_was_killed(tmp_path: Path, nproc: int | None) -> None:
-    """Weights, moments, buffers, schedule, epochs and logged losses have the bits of a job of one group in which nobody dies. The
-    group that is killed is in a microbatch."""
+    """Weights, moments, buffers, schedule, epochs and logged losses, also those of epochs, have the bits of a job of one group in
+    which nobody dies. The group that is killed is in a microbatch, and comes back in the middle of an epoch."""
     options = ["--steps=30", "--exact", *(["--sharded"] if nproc else [])]
     plain, folder = tmp_path / "plain" / "out", tmp_path / "out"
     plain.parent.mkdir()

@@ -40,9 +40,10 @@ import os
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +88,9 @@ logger = logging.getLogger(__name__)
 
 KEY = "lightning"
 """Names Lightning's state among all that is registered with the Manager, and the Manager's in a checkpoint of Lightning's."""
-_PLACE = "torchft_ckpt_place"
+_PLACE, _SUMS = "torchft_ckpt_place", "torchft_ckpt_sums"
+_IN_STEP, _LOSS = "training_step.", "."
+"""What Lightning puts before the name of what `training_step` logs; and a name that nobody logs."""
 _NOT_STATE = ("epoch", "global_step", "loops")
 """Of what is in a checkpoint: the place of the loops, which is said by `_PLACE` as of the beginning of a step."""
 _REFUSED: dict[type, str] = {
@@ -120,6 +123,8 @@ class _ReplicaGroup(Strategy):
     _steps: StepLoader | None = None  # steps are not exact
     _step: Step | None = None
     _microbatch: Any = None
+    _sums: Mapping[str, list[torch.Tensor]] = MappingProxyType({})
+    """Of an epoch's logged values, which were loaded, and are not in Lightning's results yet."""
     _zero_grad: Callable[..., Any]
     """Lightning's, which makes what clears gradients: with exact steps it is called once a batch."""
 
@@ -175,8 +180,10 @@ class _ReplicaGroup(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give stand-ins for the steps, if these are exact; else warn if all groups would train on the same batches."""
-        size, trains = self._global_batch_size, self._trainer.training and isinstance(dataloader, DataLoader)
+        size, trains = self._global_batch_size, self._trainer.training
         if trains and size is not None:
+            if self._steps is not None:
+                raise _one_loader()
             ranks = getattr(self, "distributed_sampler_kwargs", {"rank": 0, "num_replicas": 1})
             seed, part = int(os.environ.get("PL_GLOBAL_SEED", "0")), (ranks["rank"], ranks["num_replicas"])
             by = [one for one in self._trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]
@@ -206,6 +213,8 @@ class _ReplicaGroup(Strategy):
                 "training_step(dataloader_iter) cannot be used: a group that returns could not go on with the data where it was",
                 party="dataloader_iter",
             )
+        if self._steps is not None and not isinstance(self._trainer.train_dataloader, DataLoader):
+            raise _one_loader()
 
     def on_train_end(self) -> None:
         """Tell the job that this group has made its last step."""
@@ -272,7 +281,7 @@ class _ReplicaGroup(Strategy):
 
         def keep(key: str, value: Any, size: int) -> None:
             if isinstance(value, torch.Tensor):
-                logged[key] = self.reduce(value.clone().float())
+                logged[key.removeprefix(_IN_STEP)] = value.clone()
             else:
                 log(key, value, size)
 
@@ -284,23 +293,47 @@ class _ReplicaGroup(Strategy):
                 batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
                 self._microbatch = self.batch_to_device(batch, dataloader_idx=0)
                 loss = closure()
-                self._step.log(loss=self.reduce(loss.detach().clone()), **logged)
+                self._step.log(**{**logged, _LOSS: loss.detach().clone()})
         finally:
             del results.update_metrics
             self._microbatch = None
 
     def _log_means(self, closure: Any) -> torch.Tensor:
-        """Log the means of what was logged in a step that counts; return that of the losses."""
+        """Log the means of what was logged in a step that counts, over the ranks of this group too; return that of the losses."""
         assert self._step is not None
-        results = self._trainer._results
-        means = {key: torch.tensor(mean, device=self.root_device) for key, mean in self._step.means.items()}
-        for key in means.keys() & results.keys():  # who has computed none yet does not know how to log them
-            results.update_metrics(key, means[key], self._global_batch_size)
-        closure._result = ClosureResult(means["loss"])
-        return means["loss"]
+        results, means = self._trainer._results, self._step.means
+        for key in self._sums.keys() & results.keys():
+            for name, summed in zip(("value", "cumulated_batch_size"), self._sums[key], strict=False):
+                setattr(results[key], name, summed.to(self.root_device))
+        self._sums = {key: sums for key, sums in self._sums.items() if key not in results}
+        loss: torch.Tensor = self.reduce(torch.tensor(means.pop(_LOSS), device=self.root_device))
+        for name in sorted(means):  # as all ranks do
+            key = name if name in results else _IN_STEP + name
+            if key not in results:  # who has computed no microbatch yet does not know how to log it
+                continue
+            mean = torch.tensor(means[name], device=self.root_device)
+            mean = mean if results[key].meta.sync.rank_zero_only else self.reduce(mean)
+            results.update_metrics(key, mean, self._global_batch_size)
+        closure._result = ClosureResult(loss)
+        return loss
+
+    def _sums_of_epoch(self) -> dict[str, list[torch.Tensor]]:
+        """Return what Lightning has summed in this epoch of what is logged in exact steps, for who comes in."""
+        results = {} if self._steps is None else self._trainer.fit_loop.epoch_loop._results
+        return {
+            key: [one.value, one.cumulated_batch_size] if one.meta.is_mean_reduction else [one.value]
+            for key, one in results.items()
+            if one.is_tensor and one.meta.on_epoch
+        } | {**self._sums}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._microbatch is not None:
+        if self._steps is not None:
+            if self._microbatch is None:
+                raise ConfigError(
+                    "with global_batch_size training_step is called for the microbatches of a step alone: not by"
+                    " StochasticWeightAveraging for BatchNorm, nor by an optimizer_step of the module's that makes no step",
+                    party="training_step",
+                )
             args = self._microbatch, *args[1:]
         output = super().training_step(*args, **kwargs)
         if output is None:
@@ -381,7 +414,7 @@ class _ReplicaGroup(Strategy):
                 values = _renamed(state["callbacks"][callback.state_key], partial(_name_below, callback), callback)
                 values.pop("current_score", None)  # it returns that, and does not load it
                 state["callbacks"][callback.state_key] = {**values, "dirpath": ""}
-        return {**state, _PLACE: place}
+        return {**state, _PLACE: place, _SUMS: self._sums_of_epoch()}
 
     def _load(self, state: dict[str, Any]) -> None:
         """Do what Lightning does with a checkpoint when it resumes, but for the loops, which run."""
@@ -394,7 +427,7 @@ class _ReplicaGroup(Strategy):
             raise StateFormatError(
                 "the place in the data that came with a state is not one of numbers alone", party=KEY
             )
-        self._place = place
+        self._place, self._sums = place, state.pop(_SUMS)
         self._has_moved = True
         state["callbacks"] = callbacks = dict(state["callbacks"])
         for callback in trainer.callbacks:
@@ -643,6 +676,13 @@ class FaultToleranceModelParallelStrategy(_ReplicaGroup, ModelParallelStrategy):
     def __init__(self, manager: Manager, *, global_batch_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._manager, self._global_batch_size = manager, global_batch_size
+
+
+def _one_loader() -> ConfigError:
+    return ConfigError(
+        "global_batch_size goes with one data loader: no list or dict of them, and no reload_dataloaders_every_n_epochs",
+        party="train_dataloaders",
+    )
 
 
 def _written_at(checkpoint: Path) -> int:
