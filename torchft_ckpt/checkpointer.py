@@ -46,6 +46,7 @@ from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.saving.leftovers import Leftovers
 from torchft_ckpt.checkpointing.durable.saving.saver import (
+    Save,
     SavedCheckpoint,
     SaveMode,
     SaveOnlooker,
@@ -132,7 +133,7 @@ class Restored:
     bytes_from_peers: int = 0
 
 
-def _is_answered_by(last: SaveWorker | SaveOnlooker, identity: SaveIdentity | Onlooking) -> bool:
+def _is_answered_by(last: Save, identity: SaveIdentity | Onlooking) -> bool:
     """Whether what becomes of that save of the same state is what becomes of this one."""
     if isinstance(last, SaveOnlooker) and isinstance(identity, SaveIdentity):
         return last.saved is not None and last.saved.is_closed  # the others are gone since
@@ -231,10 +232,10 @@ class Checkpointer:
         if reuse_buffers:
             self._pool.open("checkpointer")
         self._guarded: list[torch.optim.Optimizer] = []
-        self._worker: SaveWorker | SaveOnlooker | None = None
+        self._worker: Save | None = None
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._threads: list[Thread] = []
-        self._last: dict[Tier, tuple[CheckpointName, SaveWorker | SaveOnlooker]] = {}
+        self._last: dict[Tier, tuple[CheckpointName, Save]] = {}
         self._turns: dict[Tier, tuple[int, int]] = {}
         """The step of which the last save was asked for there, and the number of such steps: the same in all ranks of a group,
         whatever becomes of a save in one of them."""
@@ -375,7 +376,7 @@ class Checkpointer:
             logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
             future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
             return future
-        worker: SaveWorker | SaveOnlooker
+        worker: Save
         removes = None
         if isinstance(identity, Onlooking):
             logger.info("checkpoint %s: this rank has no part in it, and looks on", name)
@@ -485,7 +486,7 @@ class Checkpointer:
             self._manager.hooks.events.call_later(later.begin)
         return later
 
-    def _run(self, worker: SaveWorker | SaveOnlooker, removes: SaveTask | None) -> None:
+    def _run(self, worker: Save, removes: SaveTask | None) -> None:
         """On the save's thread. The next save may begin while old checkpoints are being removed.
 
         Args:

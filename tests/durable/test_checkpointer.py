@@ -276,7 +276,7 @@ def test_shutdown_waits_for_the_save_or_gives_it_up(tmp_path: Path) -> None:
         assert begun.wait(LONG_S)
         ending = threading.Thread(target=checkpointer.shutdown, kwargs={"wait": False})
         ending.start()
-        while not checkpointer._worker._cancelled.is_set():  # type: ignore[union-attr]
+        while not checkpointer._worker._woken.is_set():  # type: ignore[union-attr]
             pass
         goes_on.set()
         ending.join(LONG_S)

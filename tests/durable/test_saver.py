@@ -236,7 +236,7 @@ def test_who_still_writes_its_share_cannot_leave() -> None:
     disk = Disk()
     worker = worker_of(TWO_BY_TWO, 0, plain_storage(disk))
     assert not worker.leave()
-    worker._cancelled.set()
+    worker.cancel()
     worker.run()
     assert isinstance(worker.future.exception(0), CheckpointError)
     assert not [path for path in disk.files() if parse_part(path.rsplit("/", 1)[1])]

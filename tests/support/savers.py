@@ -261,7 +261,7 @@ def worker_of(
     if time is None:
         return SaveWorker(task, state, ShareBook())
     worker = SaveWorker(task, state, ShareBook(), clock=time)
-    worker._cancelled = ImaginedEvent(time)
+    worker._woken = ImaginedEvent(time)
     return worker
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -91,16 +92,105 @@ class SaveTask:
     timeout_s: float
 
 
-class SaveWorker:
-    """Does one save. `run` on a thread of its own; `cancel` from any.
+class Save(ABC):
+    """One save of one rank, on its way. `run` on a thread of its own; all else from any.
 
     Args:
-        state: what to save; closed at the end, whatever happens.
+        name: of the checkpoint.
         who_is_lost: returns which groups are gone, as far as the lighthouse has said; True: asks it as well. None: there is
             none.
         group_names: returns the names of the groups that save, by their numbers, as far as they are known.
-        on_progress: told how far this rank's own share is; what it raises is logged, and does the save no harm.
         clock: monotonic.
+    """
+
+    _written_bytes = _num_fills = 0
+    _failed = "was not saved by this rank"
+
+    def __init__(
+        self,
+        name: CheckpointName,
+        who_is_lost: Callable[[bool], Collection[int]] | None,
+        group_names: Callable[[], Sequence[str]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._name = name
+        self._who_is_lost = who_is_lost
+        self._group_names = group_names
+        self._clock = clock
+        self._began_s = clock()
+        self._leaves = self._is_cancelled = self._has_logged_failure = False
+        self._woken = threading.Event()
+        """It is to do something else than to wait: to end, for one."""
+        self.saved: SavedCheckpoint | None = None
+        """Known before the future is done, which may hold a `RanksDifferError` all the same."""
+        self.future: Future[SavedCheckpoint] = Future()
+        self.future.set_running_or_notify_cancel()  # nobody but `run` ends it: it reads live memory until it is done
+
+    def cancel(self) -> None:
+        """Have `run` end soon; what it has not written stays unwritten."""
+        self._is_cancelled = True
+        self._woken.set()
+
+    @abstractmethod
+    def leave(self) -> bool:
+        """Let the next save begin, if this rank has nothing more to write: `run` ends soon. Return whether that is so."""
+
+    def drop(self) -> None:  # noqa: B027 - not each save keeps something
+        """It will not run: nothing of the state is kept for it."""
+
+    def detach(self) -> None:  # noqa: B027
+        """The state is about to change: copy aside what is still to be written. On the trainer's thread: nothing is raised."""
+
+    @abstractmethod
+    def waits_for(self) -> str:
+        """Say who has written nothing, or what is waited for."""
+
+    def wait_written(self, timeout_s: float) -> bool:
+        """Wait until this rank's share is written, or will not be. Return whether that is so."""
+        return True
+
+    def run(self) -> None:
+        """Do it; the outcome is in `future`."""
+        try:
+            is_closed = self._carry_out()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
+            logger.warning("checkpoint %s %s: %s", self._name, self._failed, error)
+            self.future.set_exception(error)
+            return
+        saved = self.saved = SavedCheckpoint(
+            step=self._name.step,
+            name=str(self._name),
+            written_bytes=self._written_bytes,
+            num_fills=self._num_fills,
+            is_closed=is_closed,
+            took_s=self._clock() - self._began_s,
+        )
+        if (difference := self._difference(saved)) is not None:
+            self.future.set_exception(difference)
+        else:
+            self.future.set_result(saved)
+
+    @abstractmethod
+    def _carry_out(self) -> bool:
+        """Do it; return whether the checkpoint was seen to be whole."""
+
+    def _difference(self, saved: SavedCheckpoint) -> CheckpointError | None:
+        """Return what is wrong all the same with a checkpoint that is saved."""
+        return None
+
+    def _looks_again(self, error: StorageError) -> None:
+        if not self._has_logged_failure:
+            logger.warning("checkpoint %s: %s; it is looked at again", self._name, error)
+            self._has_logged_failure = True
+
+
+class SaveWorker(Save):
+    """Writes this rank's share, and what is left out of those that it backs up.
+
+    Args:
+        state: what to save; closed at the end, whatever happens.
+        who_is_lost, group_names, clock: as of `Save`.
+        on_progress: told how far this rank's own share is; what it raises is logged, and does the save no harm.
     """
 
     def __init__(
@@ -114,43 +204,27 @@ class SaveWorker:
         on_progress: ProgressCallback | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(task.name, who_is_lost, group_names, clock)
         self._task = task
         self._state = state
         self._book = book
-        self._who_is_lost = who_is_lost
-        self._group_names = group_names
         self._names: Sequence[str] = ()
         self._watch: SaveWatch | None = None
-        self._has_logged_failure = False
         self._staged: list[StagedShare] | None = None
         """The shares that are kept, by the number of this rank among their holders. An empty one needs nothing to be kept."""
         self._staging = threading.Lock()
         self._damaged: dict[PartKey, bool] = {}
         """Of the parts whose manifests this rank has read: whether they do not count."""
         self._on_progress = on_progress
-        self._clock = clock
-        self._cancelled = threading.Event()
-        self._began_s = clock()
-        self._written_bytes = 0
-        self._share_bytes = 0
-        self._progress_bytes = 0
+        self._share_bytes = self._progress_bytes = 0
         self._lock = threading.Lock()
         self._needs_state = True
         """This rank writes, its own share or that of another."""
-        self._leaves = False
         self._share_over = threading.Event()
         """This rank's share is written, or will not be."""
-        self.saved: SavedCheckpoint | None = None
-        """Known before the future is done, which may hold a `RanksDifferError` all the same."""
-        self.future: Future[SavedCheckpoint] = Future()
-        self.future.set_running_or_notify_cancel()  # nobody but this worker ends it: it reads live memory until it is done
-
-    def cancel(self) -> None:
-        """Have `run` end soon; what it has not written stays unwritten."""
-        self._cancelled.set()
 
     def leave(self) -> bool:
-        """Let the next save begin, if this rank has written its share: `run` ends soon. Return whether that is so. Any thread.
+        """As `Save.leave`.
 
         Else one that waits for a lost writer, or hears late that the checkpoint is whole, would stay out of the next save,
         whose writers then waited for it, and so on for ever. Whoever writes the last share closes the checkpoint.
@@ -163,7 +237,6 @@ class SaveWorker:
         return True
 
     def drop(self) -> None:
-        """It will not run: nothing of the state is kept for it."""
         self._state.close()
 
     def stage(self) -> list[StagedShare]:
@@ -187,7 +260,6 @@ class SaveWorker:
         return self._stages() and self._state.set_apart(addresses)
 
     def detach(self) -> None:
-        """Copy aside what is staged, as the state is about to change. On the trainer's thread: nothing is raised."""
         if not self._state.snapshot.closed and self._stages():
             self._state.detach()
 
@@ -201,7 +273,6 @@ class SaveWorker:
         return True
 
     def waits_for(self) -> str:
-        """Say who has written nothing, or what is waited for. Any thread."""
         watch = self._watch
         absent = [] if watch is None or self._task.mode is SaveMode.EVERY_GROUP else watch.absent()
         if watch is None or not absent:
@@ -220,63 +291,45 @@ class SaveWorker:
         )
 
     def wait_written(self, timeout_s: float) -> bool:
-        """Wait until this rank's share is written, or will not be. Return whether that is so. Any thread."""
         return self._share_over.wait(timeout_s)
 
-    def run(self) -> None:
-        """Do it; the outcome is in `future`."""
-        task = self._task
+    def _carry_out(self) -> bool:
         ahead = Thread(self._copy_ahead, "torchft_ckpt-stage")
         try:
-            try:
-                self.stage()
-                ahead.start()
-                num_fills, is_closed = self._save()
-            finally:
-                self._share_over.set()
-                self._state.close()
-                if ahead.ident is not None:  # it began: no thread can be had where there are too many
-                    ahead.join()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
-            if self._cancelled.is_set() and isinstance(
-                error, StateChangedError
-            ):  # nobody is to be told of changes any more
-                error = self._given_up()
-            logger.warning("checkpoint %s was not saved by this rank: %s", task.name, error)
-            self.future.set_exception(error)
-            return
-        took_s = self._clock() - self._began_s
-        logger.info("checkpoint %s: %d bytes written in %.2f s", task.name, self._written_bytes, took_s)
-        self.saved = SavedCheckpoint(
-            step=task.name.step,
-            name=str(task.name),
-            written_bytes=self._written_bytes,
-            num_fills=num_fills,
-            is_closed=is_closed,
-            took_s=took_s,
-        )
-        path = task.name.differs(task.member.replica)
-        try:
-            if is_closed and self._state.owned_replicas and task.storage.size(path):
-                told = bytes(task.storage.read(path)).decode(errors="replace")
-                again = "They are compared again at the next step's save"
-                self.future.set_exception(
-                    RanksDifferError(f"checkpoint {task.name} is whole and stays, but {told}. {again}", path)
-                )
-        except StorageError as error:
-            logger.warning("checkpoint %s: it is not known whether ranks differ: %s", task.name, error)
-        if not self.future.done():
-            self.future.set_result(self.saved)
+            self.stage()
+            ahead.start()
+            return self._save()
+        except StateChangedError as error:
+            if self._is_cancelled:  # nobody is to be told of changes any more
+                raise self._given_up() from error
+            raise
+        finally:
+            self._share_over.set()
+            self._state.close()
+            if ahead.ident is not None:  # it began: no thread can be had where there are too many
+                ahead.join()
 
-    def _save(self) -> tuple[int, bool]:
+    def _difference(self, saved: SavedCheckpoint) -> CheckpointError | None:
+        name, path = self._name, self._name.differs(self._task.member.replica)
+        logger.info("checkpoint %s: %d bytes written in %.2f s", name, saved.written_bytes, saved.took_s)
+        try:
+            if saved.is_closed and self._state.owned_replicas and self._task.storage.size(path):
+                told = bytes(self._task.storage.read(path)).decode(errors="replace")
+                again = "They are compared again at the next step's save"
+                return RanksDifferError(f"checkpoint {name} is whole and stays, but {told}. {again}", path)
+        except StorageError as error:
+            logger.warning("checkpoint %s: it is not known whether ranks differ: %s", name, error)
+        return None
+
+    def _save(self) -> bool:
         task = self._task
         task.storage.make_directory(str(task.name))
         self._check_not_there()
-        self._cancelled.wait(_HEAD_START_S)
+        self._woken.wait(_HEAD_START_S)
         self._write(0)
         self._release({*range(1, task.writers.num_holders)})
         if not task.is_storage_shared:
-            return 0, False
+            return False
         with self._lock:
             self._needs_state = False
         self._share_over.set()
@@ -327,7 +380,7 @@ class SaveWorker:
 
     def _note_written(self, num_bytes: int) -> None:
         self._progress_bytes += num_bytes
-        if self._cancelled.is_set():
+        if self._woken.is_set():
             raise self._given_up()
         progress = TransferProgress(
             step=self._task.name.step,
@@ -342,7 +395,7 @@ class SaveWorker:
 
     # The others
 
-    def _see_to_the_others(self) -> tuple[int, bool]:
+    def _see_to_the_others(self) -> bool:
         task = self._task
         watch = self._watch = SaveWatch(
             me=task.member,
@@ -353,7 +406,6 @@ class SaveWorker:
             took_s=self._clock() - self._began_s,
         )
         has_said = False
-        num_written = 0
         num_kept = task.writers.num_holders
         while True:
             leaves = self._leaves  # asked for before it looks
@@ -363,15 +415,13 @@ class SaveWorker:
                 decision = watch.look_failed(self._clock())
                 if leaves or decision.act is not Act.WAIT:
                     raise
-                if not self._has_logged_failure:
-                    logger.warning("checkpoint %s: %s; it is looked at again", task.name, error)
-                    self._has_logged_failure = True
-                if self._cancelled.wait(decision.look_in_s):
+                self._looks_again(error)
+                if self._woken.wait(decision.look_in_s):
                     raise self._given_up() from error
                 continue
             decision = watch.observe(seen, self._clock())
             if decision.act is Act.DONE:
-                return num_written, True
+                return True
             absent = watch.absent() if task.mode is SaveMode.SHARED else []
             is_told = bool(absent) and watch.is_absence_told(self._clock())
             if is_told and not has_said and not all(map(watch.is_lost, absent)):
@@ -382,20 +432,20 @@ class SaveWorker:
                     raise CheckpointError(
                         f"the next save began before this one was whole: {self.waits_for()}", party=str(task.name)
                     )
-                if self._cancelled.wait(decision.look_in_s):
+                if self._woken.wait(decision.look_in_s):
                     raise self._given_up()
                 continue
             if leaves:
-                return num_written, not watch.missing() and self._close_if_whole()
+                return not watch.missing() and self._close_if_whole()
             if len(watch.backs_up) < num_kept:
                 num_kept = len(watch.backs_up)
                 self._release({*watch.backs_up})
             if decision.act is Act.WAIT:
-                if self._cancelled.wait(decision.look_in_s):
+                if self._woken.wait(decision.look_in_s):
                     raise self._given_up()
             elif decision.act is Act.CLOSE:
                 if self._close_if_whole():
-                    return num_written, True
+                    return True
                 watch.not_whole(self._clock())
             elif decision.act is Act.TAKE_OVER:
                 with self._lock:
@@ -406,7 +456,7 @@ class SaveWorker:
                 self._write(decision.number)
                 with self._lock:
                     self._needs_state = False
-                num_written += 1
+                self._num_fills += 1
                 watch.took_over(decision.number)
             else:
                 who = f"{self.waits_for()}; " if absent else ""
@@ -487,17 +537,17 @@ _ASKS_AFTER_S = 0.5
 """An onlooker asks the lighthouse for the writers from then on, each time that it looks."""
 
 
-class SaveOnlooker:
-    """Waits for a checkpoint that others write, of a state that is here. `run` on a thread of its own; all else from any.
+class SaveOnlooker(Save):
+    """Waits for a checkpoint that others write, of a state that is here.
 
     Args:
-        name: of the checkpoint.
         storage: where; None where nothing is to be seen of what others write.
         fill_after_s: a writer of which nothing has come for so long has not begun.
         timeout_s: so long it waits.
-        who_is_lost, group_names: as of `SaveWorker`.
-        clock: monotonic.
+        name, who_is_lost, group_names, clock: as of `Save`.
     """
+
+    _failed = "was not seen whole by this rank, which looks on"
 
     def __init__(
         self,
@@ -510,61 +560,21 @@ class SaveOnlooker:
         group_names: Callable[[], Sequence[str]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name = name
+        super().__init__(name, who_is_lost, group_names, clock)
         self._storage = storage
-        self._who_is_lost = who_is_lost
-        self._group_names = group_names
         self._limits_s = fill_after_s, timeout_s
-        self._clock = clock
-        self._began_s = clock()
-        self._leaves = self._is_cancelled = self._has_logged_failure = False
-        self._woken = threading.Event()
-        self.saved: SavedCheckpoint | None = None
-        self.future: Future[SavedCheckpoint] = Future()
-        self.future.set_running_or_notify_cancel()
-
-    def cancel(self) -> None:
-        """Have `run` end at once."""
-        self._is_cancelled = True
-        self._woken.set()
 
     def leave(self) -> bool:
-        """Let the next save begin: `run` ends at once. It has nothing to write, so that is always so."""
+        """As `Save.leave`: it has nothing to write, so that is always so."""
         self._leaves = True
         self._woken.set()
         return True
 
-    def detach(self) -> None:
-        """The state is about to change: it does not matter."""
-
-    def drop(self) -> None:
-        """It will not run."""
-
     def waits_for(self) -> str:
-        """Say what is waited for."""
         return "the groups that write it have not closed it"
 
-    def wait_written(self, timeout_s: float) -> bool:
-        """Return True at once: this rank has no share."""
-        return True
-
-    def run(self) -> None:
-        """Wait; the outcome is in `future`."""
-        try:
-            is_closed = self._storage is not None and self._is_closed_by_others(self._storage)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
-            logger.warning("checkpoint %s was not seen whole by this rank, which looks on: %s", self._name, error)
-            self.future.set_exception(error)
-            return
-        self.saved = SavedCheckpoint(
-            step=self._name.step,
-            name=str(self._name),
-            written_bytes=0,
-            num_fills=0,
-            is_closed=is_closed,
-            took_s=self._clock() - self._began_s,
-        )
-        self.future.set_result(self.saved)
+    def _carry_out(self) -> bool:
+        return self._storage is not None and self._is_closed_by_others(self._storage)
 
     def _are_writers_gone(self) -> bool:
         """Whether all of them are lost, as far as the lighthouse has said. It is asked."""
@@ -581,9 +591,7 @@ class SaveOnlooker:
                 has_begun = has_begun or bool(storage.names(str(self._name)))
             except StorageError as error:
                 failure, has_begun = error, True  # for all that is known
-                if not self._has_logged_failure:
-                    logger.warning("checkpoint %s: %s; it is looked at again", self._name, error)
-                    self._has_logged_failure = True
+                self._looks_again(error)
             waited_s = self._clock() - self._began_s
             decision = look_on(
                 is_closed=is_closed,
