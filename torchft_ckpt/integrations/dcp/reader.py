@@ -231,7 +231,7 @@ class DCPReader(StateReader[DCPChunk]):
                 data = as_bytes(self._load_piece(piece)).numpy().data
                 reading.is_written = True
                 for cell in cells:
-                    copy_box(data, 0, piece.box, cell.box, cell.target, piece.tensor.dtype.itemsize)
+                    copy_box(data, 0, piece.box, cell.box, cell.want)
         except (CheckpointDamagedError, UnsupportedValueError, StorageError) as error:
             reading.fail(piece, cells, error)
 

@@ -140,24 +140,14 @@ _P = TypeVar("_P", bound=HasBox)
 _T = TypeVar("_T")
 
 
-class Target(NamedTuple):
-    """The memory that a box of a tensor goes to."""
-
-    memory: memoryview
-    """From its first element to its last; `tensor` keeps it."""
-    tensor: torch.Tensor
-    offsets: tuple[int, ...]
-    """Of the box."""
-
-
 @dataclass(frozen=True, slots=True)
 class Cell(Generic[_P]):
     """A box that is taken from one piece, and where it goes."""
 
     piece: _P
     box: Box
-    name: str
-    target: Target
+    want: Want
+    """The box is a part of."""
 
 
 class PlannedValues(NamedTuple):
@@ -223,15 +213,14 @@ class StateReader(ABC, Generic[_P]):
         started = time.monotonic()
         before = self.bytes_read
         reading: Reading[_P] = Reading(self.location, rank)
-        targets = [target_of(want, self.tensors.get(want.name), self.location) for want in wants]
-        cells = self._plan(
-            [(want.name, want.box, target) for want, target in zip(wants, targets, strict=True)], reading
-        )
+        for want in wants:
+            _check_want(want, self.tensors.get(want.name), self.location)
+        cells = self._plan([(want.box, want) for want in wants], reading)
         self._count(0, needed=sum(want.target.nbytes for want in wants))
         with torn_where_it_raises(f"reading {self.location}", self.location, lambda: reading.is_written):
             while cells:
                 self._carry_out(cells, reading)
-                cells = self._plan([(cell.name, cell.box, cell.target) for cell in reading.take_failed()], reading)
+                cells = self._plan([(cell.box, cell.want) for cell in reading.take_failed()], reading)
         logger.debug(
             "%s: %d boxes, %d bytes read in %.3f s",
             self.location,
@@ -297,22 +286,22 @@ class StateReader(ABC, Generic[_P]):
     def _carry_out(self, cells: Sequence[Cell[_P]], reading: Reading[_P]) -> None:
         """Read cells. Those that could not be had are with `reading` after it."""
 
-    def _plan(self, wanted: Sequence[tuple[str, Box, Target]], reading: Reading[_P]) -> list[Cell[_P]]:
-        """Return what to take from which piece.
+    def _plan(self, wanted: Sequence[tuple[Box, Want]], reading: Reading[_P]) -> list[Cell[_P]]:
+        """Return what to take from which piece: of boxes, each with the want that it is a part of.
 
         Raises:
             CheckpointError: what is wanted cannot be made up of the pieces that are left.
         """
         cells: list[Cell[_P]] = []
         holes: list[tuple[str, Box]] = []
-        for name, box, target in wanted:
+        for box, want in wanted:
             try:
-                taken, missing = self._cover(name, box, reading)
+                taken, missing = self._cover(want.name, box, reading)
             except ValueError as error:
-                what = f"{self.location} has {name[:120]} in too many pieces: {error}"
+                what = f"{self.location} has {want.name[:120]} in too many pieces: {error}"
                 raise CheckpointDamagedError(what, self.location) from error
-            cells += [Cell(piece, part, name, target) for piece, part in taken]
-            holes += [(name, missing[0])] if missing else []
+            cells += [Cell(piece, part, want) for piece, part in taken]
+            holes += [(want.name, missing[0])] if missing else []
         if holes:
             raise reading.error_of(holes)
         return cells
@@ -362,7 +351,7 @@ class Reading(Generic[_P]):
         """Note that a piece is of no use, and what was wanted of it."""
         with self._lock:
             is_new = id(piece) not in self._unusable
-            self._unusable.setdefault(id(piece), (piece, cells[0].name, error))
+            self._unusable.setdefault(id(piece), (piece, cells[0].want.name, error))
             self._failed[id(piece)] = [*cells]
         if is_new:
             logger.warning("%s: %s; another piece is looked for", self._location, error)
@@ -396,8 +385,8 @@ class Reading(Generic[_P]):
 # Targets
 
 
-def target_of(want: Want, tensor: SavedTensor | None, location: str) -> Target:
-    """Return the memory of a target, if it is one for what is wanted.
+def _check_want(want: Want, tensor: SavedTensor | None, location: str) -> None:
+    """See that a target is one for what is wanted.
 
     Raises:
         StateMismatchError: no such tensor is there, or of another shape or dtype.
@@ -418,10 +407,9 @@ def target_of(want: Want, tensor: SavedTensor | None, location: str) -> Target:
         )
     if not is_plain_memory(given):
         raise StateMismatchError(f"the target of {want.name[:120]} is no plain memory on the CPU", "target")
-    return Target(want.memory(), given, want.box.offsets)
 
 
-def copy_box(data: memoryview, base: int, have: Box, box: Box, target: Target, itemsize: int) -> None:
+def copy_box(data: memoryview, base: int, have: Box, box: Box, want: Want) -> None:
     """Copy a box from the C-order data of a larger one to its place in a target.
 
     Args:
@@ -429,9 +417,9 @@ def copy_box(data: memoryview, base: int, have: Box, box: Box, target: Target, i
         base: see above.
         have: the box whose data they are.
         box: what is copied, in coordinates of the tensor.
-        target: where to.
-        itemsize: bytes of an element.
+        want: where to.
     """
+    itemsize = want.target.element_size()
     words = max(itemsize // 8, 1)
     word = np.dtype(_WORDS[itemsize // words])
     dims = [dim for dim, size in enumerate(box.sizes) if size > 1]
@@ -443,7 +431,7 @@ def copy_box(data: memoryview, base: int, have: Box, box: Box, target: Target, i
         return np.ndarray(shape, word, memory, offset + low * itemsize, steps)
 
     source = view(data, -base, have.offsets, c_strides(have.sizes))
-    np.copyto(view(target.memory, 0, target.offsets, target.tensor.stride()), source)
+    np.copyto(view(want.memory(), 0, want.box.offsets, want.target.stride()), source)
 
 
 # Parts

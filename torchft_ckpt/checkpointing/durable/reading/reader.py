@@ -40,7 +40,6 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     PlannedValues,
     Reading,
     StateReader,
-    Target,
     copy_box,
     cut_by_span,
     merged,
@@ -221,10 +220,10 @@ class CheckpointReader(StateReader[Piece]):
         parts = self.checkpoint.parts
         return parts if self.rank is None else sorted(parts, key=lambda part: part.name.rank != self.rank)
 
-    def _plan(self, wanted: Sequence[tuple[str, Box, Target]], reading: Reading[Piece]) -> list[Cell[Piece]]:
+    def _plan(self, wanted: Sequence[tuple[Box, Want]], reading: Reading[Piece]) -> list[Cell[Piece]]:
         cells = super()._plan(wanted, reading)
-        elsewhere = {name for name, box, _ in wanted if self._is_elsewhere(name, box, reading)}
-        if mixed := elsewhere | (reading.failed() & self.checkpoint.several & {cell.name for cell in cells}):
+        elsewhere = {want.name for box, want in wanted if self._is_elsewhere(want.name, box, reading)}
+        if mixed := elsewhere | (reading.failed() & self.checkpoint.several & {cell.want.name for cell in cells}):
             logger.warning(
                 "%s: there are several copies of %s, and what cannot be read of one comes from another, which may differ",
                 self.location,
@@ -262,7 +261,7 @@ class CheckpointReader(StateReader[Piece]):
         small: list[_Work] = []
         units: list[Callable[[], None]] = []
         for of_piece in by_piece.values():
-            source = _PieceSource(of_piece[0].piece, self.tensors[of_piece[0].name], self._count)
+            source = _PieceSource(of_piece[0].piece, self.tensors[of_piece[0].want.name], self._count)
             needed = sum(cell.box.volume for cell in of_piece) * source.itemsize
             is_whole = needed >= source.num_bytes and source.num_bytes <= SMALL_BYTES
             if is_whole or source.num_bytes <= DIGEST_BLOCK_BYTES:
@@ -378,11 +377,11 @@ class _PieceSource:
 def _units(work: _Work, reading: Reading[Piece]) -> Iterator[Callable[[], None]]:
     """Yield what one thread does at a time of a large piece."""
     source = work.source
-    batch: list[tuple[Box, Target]] = []
+    batch: list[tuple[Box, Want]] = []
     num_bytes = 0
     for cell in work.cells:
         for box in cut_by_span(cell.box, source.strides, source.itemsize, RUN_BYTES - DIGEST_BLOCK_BYTES):
-            batch.append((box, cell.target))
+            batch.append((box, cell.want))
             region = source.region_of(box)
             num_bytes += region.stop - region.start
             if num_bytes >= _UNIT_BYTES:
@@ -392,12 +391,12 @@ def _units(work: _Work, reading: Reading[Piece]) -> Iterator[Callable[[], None]]
         yield partial(_read_unit, work, batch, reading)
 
 
-def _read_unit(work: _Work, boxes: list[tuple[Box, Target]], reading: Reading[Piece]) -> None:
+def _read_unit(work: _Work, boxes: list[tuple[Box, Want]], reading: Reading[Piece]) -> None:
     """Read boxes of one piece, the blocks of each together; the last block of one may be the first of the next."""
     source = work.source
     last: tuple[int, memoryview] | None = None
     try:
-        for box, target in boxes:
+        for box, want in boxes:
             if not reading.is_usable(source.piece):
                 return
             region = source.region_of(box)
@@ -420,7 +419,7 @@ def _read_unit(work: _Work, boxes: list[tuple[Box, Target]], reading: Reading[Pi
                 at = (stop - 1) * DIGEST_BLOCK_BYTES - base
                 last = (stop - 1, memory[at:high])
             reading.is_written = True
-            copy_box(memory, base, source.piece.box, box, target, source.itemsize)
+            copy_box(memory, base, source.piece.box, box, want)
     except (CheckpointDamagedError, StorageError) as error:
         reading.fail(source.piece, work.cells, error)
 
@@ -463,7 +462,7 @@ def _read_run(works: list[_Work], reading: Reading[Piece]) -> None:
             continue
         reading.is_written = True
         for cell in work.cells:
-            copy_box(data, 0, source.piece.box, cell.box, cell.target, source.itemsize)
+            copy_box(data, 0, source.piece.box, cell.box, cell.want)
 
 
 def _blocks_of(region: Region) -> list[tuple[int, int]]:
