@@ -13,12 +13,11 @@ This file knows nothing of a class of tensors, of storage, or of who else saves.
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
@@ -40,7 +39,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, ShardAdapter, adapter_of
@@ -50,8 +48,9 @@ from torchft_ckpt.errors import StateMismatchError, torn_where_it_raises
 Offsets = tuple[int, ...]
 
 
-class _Sharded(NamedTuple):
-    """A tensor of the state dict that is saved and loaded as its local boxes."""
+@dataclass(frozen=True, slots=True)
+class _Sharded:
+    """Stands for a tensor in the state dict that DCP plans for: it has the methods by which DCP asks for items."""
 
     tensor: torch.Tensor
     adapter: ShardAdapter
@@ -65,18 +64,33 @@ class _Sharded(NamedTuple):
                 named[box.offsets] = part
         return named
 
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """Return one item for each local box that holds something; an empty tensor is one item, so that its name is saved."""
+        size = self.tensor.size()
+        properties = TensorProperties(dtype=self.tensor.dtype, requires_grad=self.tensor.requires_grad)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets, number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk_of(box), properties=properties, size=size),
+            )
+            for number, box in enumerate(self.boxes)
+            if box.volume or not self.tensor.numel()
+        ]
 
-def _take_sharded(state_dict: STATE_DICT_TYPE) -> tuple[dict[str, _Sharded], STATE_DICT_TYPE]:
-    """Divide a flat state dict into what is saved as local boxes, and what DCP's defaults know."""
-    sharded: dict[str, _Sharded] = {}
-    rest: STATE_DICT_TYPE = {}
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk_of(box) for box in self.boxes if box.volume]
+
+
+def _with_shards(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    """Return a flat state dict in which each tensor stands as its local boxes that DCP's defaults do not know."""
+    found: STATE_DICT_TYPE = {}
     for fqn, value in state_dict.items():
         adapter = adapter_of(value) if isinstance(value, torch.Tensor) else None
-        if adapter is None or isinstance(adapter, DTensorAdapter):
-            rest[fqn] = value
-        else:
-            sharded[fqn] = _Sharded(value, adapter, adapter.boxes(value, fqn))
-    return sharded, rest
+        if adapter is not None and not isinstance(adapter, DTensorAdapter):
+            value = _Sharded(value, adapter, adapter.boxes(value, fqn))
+        found[fqn] = value
+    return found
 
 
 class ShardSavePlanner(DefaultSavePlanner):
@@ -101,8 +115,7 @@ class ShardSavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
         )
         self._lock = threading.Lock()  # a storage writer may resolve items on several threads
-        self._sharded: dict[str, _Sharded] = {}
-        self._planned: dict[str, set[Offsets]] = {}
+        self._planned: set[tuple[str, Offsets]] = set()
         self._moved: dict[str, dict[Offsets, torch.Tensor]] = {}
 
     def set_up_planner(
@@ -112,42 +125,26 @@ class ShardSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._sharded, self.state_dict = _take_sharded(self.state_dict)
-        self._planned, self._moved = {}, {}
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items = [item for fqn, sharded in self._sharded.items() for item in _write_items(fqn, sharded)]
-        self.plan = replace(plan, items=[*plan.items, *items])
-        return self.plan
+        self.state_dict = _with_shards(self.state_dict)
+        self._planned, self._moved = set(), {}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        self._planned = {}
-        for item in plan.items:
-            if item.index.fqn in self._sharded:
-                self._planned.setdefault(item.index.fqn, set()).add(_offsets_of(item.index))
+        self._planned = {(item.index.fqn, _offsets_of(item.index)) for item in plan.items}
         return plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.index.fqn not in self._sharded:
-            return super().resolve_data(write_item)
-        return self._take_shard(write_item.index)
-
     def lookup_object(self, index: MetadataIndex) -> Any:
-        if index.fqn not in self._sharded:
+        # Of a shard, its data on the host; no reference to that is kept.
+        sharded, offsets = self.state_dict.get(index.fqn), _offsets_of(index)
+        if not isinstance(sharded, _Sharded):
             return super().lookup_object(index)
-        return self._take_shard(index)
-
-    def _take_shard(self, index: MetadataIndex) -> torch.Tensor:
-        """Return a shard's data on the host, and keep no reference to it."""
-        offsets = _offsets_of(index)
         with self._lock:
             held = self._moved.setdefault(index.fqn, {})
             if offsets not in held:
-                sharded, planned = self._sharded[index.fqn], self._planned.get(index.fqn, {offsets})
                 moved = sharded.by_offsets(sharded.adapter.data(sharded.tensor, index.fqn))
-                held.update((at, part) for at, part in moved.items() if at in planned)
+                held.update(
+                    (at, part) for at, part in moved.items() if at == offsets or (index.fqn, at) in self._planned
+                )
             return held.pop(offsets)
 
 
@@ -177,7 +174,6 @@ class ShardLoadPlanner(DefaultLoadPlanner):
             allow_partial_load=allow_partial_load,
         )
         self._lock = threading.Lock()  # a storage reader may commit items on several threads
-        self._sharded: dict[str, _Sharded] = {}
         self._num_awaited: Counter[str] = Counter()
         self._buffers: dict[str, list[torch.Tensor]] = {}
 
@@ -188,32 +184,35 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self._sharded, self.state_dict = _take_sharded(self.state_dict)
+        self.state_dict = _with_shards(self.state_dict)
         self._num_awaited, self._buffers = Counter(), {}
 
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
             raise StateMismatchError("the checkpoint has no metadata; nothing was changed", party="checkpoint")
         known = self.metadata.state_dict_metadata
-        if self.allow_partial_load:
-            self._sharded = {fqn: sharded for fqn, sharded in self._sharded.items() if fqn in known}
-        problems = {fqn: _problem(known.get(fqn), sharded) for fqn, sharded in self._sharded.items()}
-        _raise_for({fqn: problem for fqn, problem in problems.items() if problem is not None})
-        # The base class would take our tensors, which it does not see, for names of an older version.
-        plan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
-        items = [item for fqn, sharded in self._sharded.items() for item in _read_items(fqn, known[fqn], sharded)]
-        return replace(plan, items=[*plan.items, *items])
+        _raise_for(
+            {
+                fqn: problem
+                for fqn, sharded in self.state_dict.items()
+                if isinstance(sharded, _Sharded)
+                and not (self.allow_partial_load and fqn not in known)
+                and (problem := _problem(known.get(fqn), sharded)) is not None
+            }
+        )
+        # The base class may flatten the state dict anew, by the names of an older version, and then sees our tensors themselves.
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         plan = super().finish_plan(new_plan)
         fqns = (item.dest_index.fqn for item in plan.items)
-        self._num_awaited = Counter(fqn for fqn in fqns if fqn in self._sharded)
+        self._num_awaited = Counter(fqn for fqn in fqns if isinstance(self.state_dict[fqn], _Sharded))
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        if index.fqn not in self._sharded:
+        sharded = self.state_dict.get(index.fqn)
+        if not isinstance(sharded, _Sharded):
             return super().lookup_tensor(index)
-        sharded = self._sharded[index.fqn]
         with self._lock:
             buffers = self._buffers.get(index.fqn)
             if buffers is None:
@@ -223,7 +222,8 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         fqn = read_item.dest_index.fqn
-        if fqn not in self._sharded:
+        sharded = self.state_dict.get(fqn)
+        if not isinstance(sharded, _Sharded):
             super().commit_tensor(read_item, tensor)
             return
         with self._lock:
@@ -232,7 +232,6 @@ class ShardLoadPlanner(DefaultLoadPlanner):
                 return
             del self._num_awaited[fqn]
             buffers = self._buffers.pop(fqn)
-        sharded = self._sharded[fqn]
         with torn_where_it_raises(f"putting together {fqn[:120]}", fqn[:120]), torch.no_grad():
             sharded.tensor.copy_(sharded.adapter.rebuild(sharded.tensor, buffers))
 
@@ -247,21 +246,6 @@ class ShardLoadPlanner(DefaultLoadPlanner):
             late = {fqn: f"{num} of its parts did not arrive" for fqn, num in self._num_awaited.items()}
         with torn_where_it_raises("the load", "checkpoint"):
             _raise_for(late)
-
-
-def _write_items(fqn: str, sharded: _Sharded) -> Iterable[WriteItem]:
-    """Yield one item for each local box that holds something; an empty tensor is one item, so that its name is saved."""
-    tensor = sharded.tensor
-    properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-    for number, box in enumerate(sharded.boxes):
-        if box.volume or not tensor.numel():
-            data = TensorWriteData(chunk=_chunk_of(box), properties=properties, size=tensor.size())
-            index = MetadataIndex(fqn, box.offsets, number)
-            yield WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _read_items(fqn: str, saved: Any, sharded: _Sharded) -> list[ReadItem]:
-    return create_read_items_for_chunk_list(fqn, saved, [_chunk_of(box) for box in sharded.boxes if box.volume])
 
 
 def _problem(saved: Any, sharded: _Sharded) -> str | None:
