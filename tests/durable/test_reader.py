@@ -31,10 +31,6 @@ class CountingStorage(LocalStorage):
 
     num_reads = 0
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        self.num_reads += 1
-        return super().read(path, start, stop)
-
     def read_into(self, path: str, start: int, memory: memoryview) -> None:
         self.num_reads += 1
         super().read_into(path, start, memory)

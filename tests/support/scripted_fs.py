@@ -279,11 +279,6 @@ class ScriptedSystem(OsSystem):
             memory[: len(part)] = part
             return len(part)
 
-    def length(self, handle: int) -> int:
-        path, file = self._opened(handle)
-        with self._operation("length", path):
-            return len(file.content)
-
     def fsync(self, handle: int) -> None:
         path, file = self._opened(handle)
         with self._operation("fsync", path, "", file):

@@ -171,9 +171,6 @@ class _Renamed(Storage):
     def size(self, path: str) -> int | None:
         return self._storage.size(self._at(path))
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._storage.read(self._at(path), start, stop)
-
     def read_into(self, path: str, start: int, memory: memoryview) -> None:
         self._storage.read_into(self._at(path), start, memory)
 

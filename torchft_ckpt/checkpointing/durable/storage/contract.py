@@ -6,6 +6,7 @@ about clocks, owners or order. Paths are relative to the place, with `/` between
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import secrets
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, parse_part
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -104,13 +106,20 @@ class Storage(ABC):
     def size(self, path: str) -> int | None:
         """Return the length of a file in bytes; None if there is no such file."""
 
-    @abstractmethod
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return exactly the bytes from `start` up to `stop`, or to the end.
 
         Raises:
             StorageError: also if the file ends before `stop`.
         """
+        end = self.size(path) if stop is None else stop
+        if end is None:
+            raise failed(self.location, path, "reading", FileNotFoundError(errno.ENOENT, "there is no such file"))
+        if not 0 <= start <= end:
+            raise self._short(path, start, end)
+        data = bytearray(end - start)
+        self.read_into(path, start, memoryview(data))
+        return bytes(data)
 
     @abstractmethod
     def read_into(self, path: str, start: int, memory: memoryview) -> None:
@@ -154,14 +163,16 @@ class Storage(ABC):
                 "%s/%s is a link or no directory: it is left alone, with all that it leads to", self.location, directory
             )
         else:
-            shown = ", ".join(repr(name[:120]) for name in sorted(names)[:5])
             logger.warning(
-                "%s/%s stays, without what was saved there: this library did not write %s%s, which is left alone",
+                "%s/%s stays, without what was saved there: this library did not write %s, which is left alone",
                 self.location,
                 directory,
-                shown,
-                f" and {len(names) - 5} more" if len(names) > 5 else "",
+                some_of((repr(name[:120]) for name in sorted(names)), ", "),
             )
+
+    def _short(self, path: str, start: int, end: int) -> StorageError:
+        where = f"{self.location}/{path}"
+        return StorageError(f"{where}: bytes from {start} on were wanted, and it ends at {end}", where)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"

@@ -86,17 +86,6 @@ class FsspecStorage(Storage):
                 return None
         return int(info["size"]) if info["type"] == "file" else None
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        if stop is not None:
-            data = bytearray(stop - start)
-            self.read_into(path, start, memoryview(data))
-            return bytes(data)
-        with _errors(self.location, path, "reading"):
-            found: bytes = self._fs.cat_file(self._full(path), start=start or None)
-        if start and not found and start > (self.size(path) or 0):
-            raise StorageError(f"{self.location}/{path}: it ends before byte {start}", f"{self.location}/{path}")
-        return found
-
     def read_into(self, path: str, start: int, memory: memoryview) -> None:
         view = as_byte_view(memory)
         with _errors(self.location, path, "reading"):
@@ -104,7 +93,7 @@ class FsspecStorage(Storage):
                 part = view[at : at + _READ_BYTES]
                 data = self._fs.cat_file(self._full(path), start=start + at, end=start + at + len(part))
                 if len(data) != len(part):
-                    raise self._short(path, start, start + len(view), at + len(data))
+                    raise self._short(path, start, start + at + len(data))
                 part[:] = data
 
     def make_directory(self, path: str) -> None:
@@ -134,7 +123,8 @@ class FsspecStorage(Storage):
             kinds = self._kinds(directory)
             ours = [name for name, kind in kinds.items() if kind == "file" and may_be_removed(name)]
             for name in sorted(ours, key=lambda name: (removal_order(name), name)):
-                self._remove_file(f"{full}/{name}")
+                with contextlib.suppress(FileNotFoundError):  # another one removes it too
+                    self._fs.rm_file(f"{full}/{name}")
             kept = self.names(directory)
             if kept:
                 self._note_kept(directory, kept)
@@ -157,16 +147,6 @@ class FsspecStorage(Storage):
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path_below(self.location, path)}" if path else self._root
-
-    def _short(self, path: str, start: int, stop: int, count: int) -> StorageError:
-        where = f"{self.location}/{path}"
-        return StorageError(f"{where}: bytes {start} to {stop} were wanted, it gave {count} of them", where)
-
-    def _remove_file(self, full: str) -> None:
-        try:
-            self._fs.rm_file(full)
-        except FileNotFoundError:
-            return  # another one removes it too
 
 
 class _FsspecOutputFile(OutputFile):

@@ -76,9 +76,6 @@ class OsSystem:
         """Read from `start` on; may read less than there is, and 0 bytes at the end only."""
         return os.preadv(handle, [memory], start)
 
-    def length(self, handle: int) -> int:
-        return os.fstat(handle).st_size
-
     def fsync(self, handle: int) -> None:
         """Make the content of a file outlive a crash of the machine."""
         os.fsync(handle)
@@ -157,25 +154,16 @@ class LocalStorage(Storage):
             except _GONE:
                 return None
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        with storage_errors(self.location, path, "reading"):
-            handle = self._system.open_existing(self._full(path))
-            try:
-                length = self._system.length(handle)
-                stop = length if stop is None else stop
-                if not 0 <= start <= stop <= length:  # before memory is taken for it
-                    raise self._short(path, start, stop, length)
-                data = bytearray(stop - start)
-                self._fill(handle, path, start, memoryview(data))
-            finally:
-                self._system.close(handle)
-        return bytes(data)
-
     def read_into(self, path: str, start: int, memory: memoryview) -> None:
         with storage_errors(self.location, path, "reading"):
-            handle = self._system.open_existing(self._full(path))
+            view, done, handle = as_byte_view(memory), 0, self._system.open_existing(self._full(path))
             try:
-                self._fill(handle, path, start, as_byte_view(memory))
+                while done < len(view):
+                    part = view[done : done + _MAX_TRANSFER_BYTES]
+                    count = self._system.read_into(handle, part, start + done)
+                    if not count:
+                        raise self._short(path, start, start + done)
+                    done += count
             finally:
                 self._system.close(handle)
 
@@ -219,19 +207,6 @@ class LocalStorage(Storage):
     def _full(self, path: str) -> str:
         at = os.path.realpath(self.location)  # the user may have made a link of it
         return os.path.join(at, path_below(self.location, path)) if path else at
-
-    def _fill(self, handle: int, path: str, start: int, memory: memoryview) -> None:
-        done = 0
-        while done < len(memory):
-            part = memory[done : done + _MAX_TRANSFER_BYTES]
-            count = self._system.read_into(handle, part, start + done)
-            if not count:
-                raise self._short(path, start, start + len(memory), start + done)
-            done += count
-
-    def _short(self, path: str, start: int, stop: int, length: int) -> StorageError:
-        where = f"{self.location}/{path}"
-        return StorageError(f"{where}: bytes {start} to {stop} were wanted, it has {length}", where)
 
     def _make_location(self, path: str) -> None:
         above = os.path.dirname(path)
