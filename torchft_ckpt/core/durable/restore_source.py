@@ -32,17 +32,11 @@ class Choice(NamedTuple):
     """One sentence that names what the others hold."""
 
 
-_HELD = {
-    RestoreSource.MEMORY: "memory holds {}",
-    RestoreSource.PEERS: "living peers hold {}",
-    RestoreSource.LOCAL_DISK: "the local disk has {}",
-    RestoreSource.STORAGE: "storage has {}",
-}
-_NOT_HELD = {
-    RestoreSource.MEMORY: "nothing is in memory",
-    RestoreSource.PEERS: "no living peer holds any",
-    RestoreSource.LOCAL_DISK: "no local disk has any",
-    RestoreSource.STORAGE: "storage has none",
+_SAID = {
+    RestoreSource.MEMORY: ("memory holds {}", "nothing is in memory"),
+    RestoreSource.PEERS: ("living peers hold {}", "no living peer holds any"),
+    RestoreSource.LOCAL_DISK: ("the local disk has {}", "no local disk has any"),
+    RestoreSource.STORAGE: ("storage has {}", "storage has none"),
 }
 
 
@@ -60,25 +54,12 @@ def choose_restore_source(
     Returns:
         the place, the step, and a sentence for the log.
     """
-    held = {
-        RestoreSource.MEMORY: own_step,
-        RestoreSource.PEERS: peers_step,
-        RestoreSource.LOCAL_DISK: local_step,
-        RestoreSource.STORAGE: storage_step,
-    }
-    alive = {
-        source: step
-        for source, step in held.items()
-        if peers_step is None or source in (RestoreSource.MEMORY, RestoreSource.PEERS)
-    }
-    newest = max((step for step in alive.values() if step is not None), default=None)
-    chosen = next(
-        (source for source, step in alive.items() if step is not None and step == newest), RestoreSource.NOTHING
-    )
+    held = dict(zip(_SAID, (own_step, peers_step, local_step, storage_step), strict=True))
+    alive = [*held.items()][: len(held) if peers_step is None else 2]  # memory and peers
+    newest = max((step for _, step in alive if step is not None), default=None)
+    chosen = next((source for source, step in alive if step is not None and step == newest), RestoreSource.NOTHING)
     others = ", ".join(
-        _NOT_HELD[source] if step is None else _HELD[source].format(step)
-        for source, step in held.items()
-        if source != chosen
+        _SAID[source][step is None].format(step) for source, step in held.items() if source is not chosen
     )
     what = "there is no state to go on from" if newest is None else f"step {newest} from {chosen.value}"
     return Choice(chosen, newest, f"{what}: {others}")
