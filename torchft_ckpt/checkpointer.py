@@ -201,7 +201,7 @@ class Checkpointer:
             raise ConfigError(
                 f"redundancy={redundancy}: at least 1, the group that writes a share, was expected", "redundancy"
             )
-        plan_removals([0], keep_last=keep_last, keep_every=keep_every, whole=[])
+        plan_removals(list[CheckpointName](), keep_last=keep_last, keep_every=keep_every, whole=[])
         self._replay = replay()
         if self._replay is not None and manager is not None:
             location, local_location = self._replay.location, None
@@ -220,9 +220,12 @@ class Checkpointer:
         self._timeout = timeout
         self._saves_random_state = save_random_state
         self._on_progress = on_progress
-        self._alone = None if manager is not None else _identity_alone()
-        rank, num_ranks = self._place()
-        self._index = HoldingsIndex(rank, num_ranks, is_replicated=is_replicated)
+        self._alone = alone = _identity_alone() if manager is None else None
+        self._place = (0, 1) if alone is None else (alone.rank, alone.num_ranks)
+        """This rank's number in its group, and how many there are."""
+        if manager is not None:
+            self._place = manager.group_rank, manager.group_world_size
+        self._index = HoldingsIndex(*self._place, is_replicated=is_replicated)
         self._book = ShareBook()
         self._lock = StateDictLock() if manager is None else manager.state_dict_lock
         budget = staging_budget_bytes
@@ -662,17 +665,10 @@ class Checkpointer:
             if not isinstance(identity, NotSaving) and step is not None and step != identity.step:
                 raise ConfigError(f"step={step}: the Manager's state is that of step {identity.step}", "step")
             return identity
-        if step is None:
+        if step is None or self._alone is None:
             raise ConfigError("without a Manager, save needs a step", "step")
-        if self._alone is None:
-            raise ConfigError("this rank has no place in a job", "manager")
         # A number, because a step that is saved again, after a failure perhaps, may be of another state. All ranks have the same.
         return self._alone._replace(step=step, save_id=f"{self._alone.save_id}-{self._num_saves:06d}")
-
-    def _place(self) -> tuple[int, int]:
-        if self._manager is not None:
-            return self._manager.group_rank, self._manager.group_world_size
-        return (self._alone.rank, self._alone.num_ranks) if self._alone is not None else (0, 1)
 
     # ---------------------------------------------------------------------------------------------------------- load
 
@@ -719,7 +715,7 @@ class Checkpointer:
                 with ranks.all_go_on():
                     whole = candidates.newest()
                 newest = CheckpointReader(whole.checkpoint)
-                newest.read_as(*self._place())
+                newest.read_as(*self._place)
                 shared = SharedRead(whole, newest, ranks, timeout=_TO_FETCH)
                 try:
                     with ranks.all_go_on():
@@ -734,7 +730,7 @@ class Checkpointer:
             with ranks.all_go_on():
                 give_back(state_dict, template.state_dict)
                 ranks.say_done(f"that all have step {found}")
-            rank_state = reader.own_after_restart("", *self._place())
+            rank_state = reader.own_after_restart("", *self._place)
         source = RestoreSource.STORAGE if whole.is_shared else RestoreSource.LOCAL_DISK
         reason = f"step {found} from {source.value}"
         restored = Restored(

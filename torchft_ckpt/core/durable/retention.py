@@ -24,7 +24,7 @@ class HasStep(Hashable, Protocol):
     def __lt__(self, other: Any, /) -> bool: ...
 
 
-Name = TypeVar("Name", bound="int | HasStep")
+Name = TypeVar("Name", bound=HasStep)
 
 
 def plan_removals(
@@ -38,7 +38,7 @@ def plan_removals(
     """Return the checkpoints that may be removed, oldest first: those than which `keep_last` whole ones are newer.
 
     Args:
-        checkpoints: all that are there: their names, or their steps. In any order.
+        checkpoints: the names of all that are there, in any order.
         keep_last: how many of the newest whole ones stay, at least 1; None keeps all.
         keep_every: what is of a multiple of this step stays for ever; None: nothing does.
         whole: those that are whole, as far as is known. What is not in `checkpoints` does not count.
@@ -55,7 +55,7 @@ def plan_removals(
     num_newer_whole = 0
     removals: list[Name] = []
     for checkpoint in sorted(set(checkpoints), reverse=True):
-        is_kept = checkpoint in in_flight or (keep_every is not None and _step(checkpoint) % keep_every == 0)
+        is_kept = checkpoint in in_flight or (keep_every is not None and checkpoint.step % keep_every == 0)
         if num_newer_whole >= keep_last and not is_kept:
             removals.append(checkpoint)
         num_newer_whole += checkpoint in whole
@@ -75,7 +75,3 @@ def plan_abandoned(
     return sorted(
         name for name, content in before.items() if name not in in_flight and name in after and after[name] == content
     )
-
-
-def _step(checkpoint: int | HasStep) -> int:
-    return checkpoint if isinstance(checkpoint, int) else checkpoint.step
