@@ -28,7 +28,7 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.state.local_state import some_of
-from torchft_ckpt.cli.output import format_bytes
+from torchft_ckpt.cli.output import aligned, format_bytes
 from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import ConfigError, StorageError
 from torchft_ckpt.threads import parallel_map
@@ -249,17 +249,11 @@ def table(rows: list[Described]) -> str:
     """Return a line for each checkpoint, and one below those of which something is to be said."""
     heads = ("step", "whole", "tensors", "bytes", "on disk", "parts", "written", "name")
     cells = [heads, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
-    is_number = (True, False, True, True, True, False, False, False)
-    lines: list[str] = []
-    for line, row in zip(cells, [None, *rows], strict=True):
-        padded = (
-            f"{text:>{width}}" if right else f"{text:<{width}}"
-            for text, width, right in zip(line, widths, is_number, strict=True)
-        )
-        lines.append("  ".join(padded).rstrip())
-        lines += [] if row is None else [f"{'':{widths[0]}}    {remark}" for remark in _remarks(row)]
-    return "\n".join(lines)
+    first, *lines = aligned(cells, right=(0, 2, 3, 4))
+    indent = " " * (max(len(line[0]) for line in cells) + 4)
+    for row, line in zip(rows, lines, strict=True):
+        first = "\n".join([first, line, *(f"{indent}{remark}" for remark in _remarks(row))])
+    return first
 
 
 def _cells(row: Described) -> tuple[str, ...]:

@@ -12,10 +12,9 @@ import dataclasses
 import json
 import logging
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchft_ckpt.cli.options import count
+from torchft_ckpt.cli.options import add_file, count
 from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
@@ -52,9 +51,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export = actions.add_parser("export", help="save the newest whole checkpoint as one safetensors file")
     _add_location(export)
     export.add_argument("--step", type=count, default=None, help="the step wanted (default: the newest that is whole)")
-    export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
-    export.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
-    export.add_argument("--force", action="store_true", help="replace the file if it is there")
+    add_file(export)
     export.set_defaults(run=_run_export, log_level=logging.ERROR)
 
 
@@ -124,7 +121,7 @@ def _lines_of(opened: OpenedCheckpoint, result: VerifyResult, max_problems: int 
 
 def _run_export(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.checkpoint_content import content_of, read_in_order, reason_of
-    from torchft_ckpt.cli.output import format_bytes, format_count, reading_bar
+    from torchft_ckpt.cli.output import reading_bar
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile
 
     with SafetensorsFile(options.output, force=options.force) as file:
@@ -139,20 +136,14 @@ def _run_export(options: argparse.Namespace) -> int:
                 num_bytes = file.write(content, name.step, chunks)
         except (CheckpointDamagedError, StorageError) as error:
             raise type(error)(f"{reason_of(error)}; nothing was exported", str(name)) from error
-    for told in content.describe_renamed():
-        print(one_line(told), file=sys.stderr)
     for reason in left_out:
         print(one_line(f"left out: {reason}"), file=sys.stderr)
-    if not options.quiet:
-        print(
-            f"{options.output}: {name}, {format_count(len(content.outlines()), 'tensor')}, "
-            f"{format_count(len(content.values), 'value')}, {format_bytes(num_bytes)}",
-            file=sys.stderr,
-        )
+    content.tell(options.output, str(name), num_bytes, quiet=options.quiet)
     return 0
 
 
 def _newest_whole(options: argparse.Namespace) -> OpenedCheckpoint:
+    from torchft_ckpt.checkpointing.state.local_state import some_of
     from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 
     skipped: list[str] = []
@@ -164,7 +155,5 @@ def _newest_whole(options: argparse.Namespace) -> OpenedCheckpoint:
             return opened
         skipped.append(f"{place.shown} is not whole: {opened.why_not_whole}")
     raise CheckpointNotFoundError(
-        f"{options.location}: there is no whole checkpoint: {'; '.join(skipped[:3])}"
-        f"{f'; and {len(skipped) - 3} more' if len(skipped) > 3 else ''}",
-        options.location,
+        f"{options.location}: there is no whole checkpoint: {some_of(skipped)}", options.location
     )

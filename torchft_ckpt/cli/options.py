@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from datetime import timedelta
+from pathlib import Path
 
 from torchft_ckpt import config
 from torchft_ckpt.errors import ConfigError
@@ -40,6 +41,13 @@ def tls_of(options: argparse.Namespace) -> Tls | None:
         ConfigError: a file cannot be used.
     """
     return resolve_tls(options.tls_cert, options.tls_key, options.tls_ca)
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    """Add what a command takes that writes one file."""
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
 
 
 def _secret_in(path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -56,6 +56,18 @@ def format_bytes(num_bytes: int) -> str:
 def format_count(count: int, what: str) -> str:
     """Write a number of things: `1 tensor`, `2 tensors`."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return a line for each row, the columns below each other; `right`: the places of those that end there."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if place in right else text.ljust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 class Reader(Protocol):

@@ -9,10 +9,9 @@ import json
 import logging
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchft_ckpt.cli.options import add_tls, add_token, count, seconds, tls_of
+from torchft_ckpt.cli.options import add_file, add_tls, add_token, count, seconds, tls_of
 from torchft_ckpt.errors import ConfigError, SourceRefusedError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "pull", help="save the state of a live peer, or of all ranks of a replica group, to a safetensors file"
     )
     _add_peer(pull, all_ranks=True)
-    pull.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    add_file(pull)
     pull.add_argument("--step", type=count, default=None, help="the step wanted (default: the newest)")
     pull.add_argument(
         "--timeout",
@@ -61,8 +60,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="PATH",
         help="dotted path in the state where names begin (default: what the Manager's state_dict returned; '' for all)",
     )
-    pull.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
-    pull.add_argument("--force", action="store_true", help="replace the file if it is there")
     pull.set_defaults(run=_run_pull)
 
 
@@ -115,9 +112,7 @@ def _nothing_served(url: str, index: Index, options: argparse.Namespace) -> str:
 def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.progress import ProgressBar
     from torchft_ckpt.checkpointing.state.containers import below_root
-    from torchft_ckpt.cli.output import format_bytes, format_count
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten
-    from torchft_ckpt.core.text import one_line
 
     peers = _peers(options, options.url)
     with SafetensorsFile(options.output, force=options.force) as file:
@@ -130,15 +125,7 @@ def _run_pull(options: argparse.Namespace) -> int:
         is_one_leaf = options.root is None and not isinstance(pulled.state, dict)
         content = flatten(pulled.state if is_one_leaf else below_root(pulled.state, options.root))
         num_bytes = file.write(content, pulled.step)
-    for told in content.describe_renamed():
-        print(one_line(told), file=sys.stderr)
-    if not options.quiet:
-        tied = f" ({len(content.tied)} of them tied to another)" if content.tied else ""
-        print(
-            f"{options.output}: step {pulled.step}, {format_count(len(content.tensors), 'tensor')}{tied}, "
-            f"{format_count(len(content.values), 'value')}, {format_bytes(num_bytes)}",
-            file=sys.stderr,
-        )
+    content.tell(options.output, f"step {pulled.step}", num_bytes, quiet=options.quiet)
     return 0
 
 

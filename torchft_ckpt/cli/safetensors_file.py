@@ -33,7 +33,8 @@ from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
-from torchft_ckpt.cli.output import leaves
+from torchft_ckpt.cli.output import format_bytes, format_count, leaves
+from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
 
 RESERVED = "__metadata__"
@@ -127,12 +128,17 @@ class Content:
         here = (PendingTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items())
         return in_file_order([*self.pending, *here])
 
-    def describe_renamed(self) -> list[str]:
-        """Return a sentence for each tensor that is called otherwise in the file than in the state."""
-        return [
-            f"{path} is called {name} in the file: {path} is safetensors' own name"
-            for name, path in self.renamed.items()
-        ]
+    def tell(self, path: Path, what: str, num_bytes: int, *, quiet: bool) -> None:
+        """Say on standard error what is called otherwise in the file than in the state, and, unless `quiet`, what it has."""
+        for name, own in self.renamed.items():
+            print(one_line(f"{own} is called {name} in the file: {own} is safetensors' own name"), file=sys.stderr)
+        if not quiet:
+            tied = f" ({len(self.tied)} of them tied to another)" if self.tied else ""
+            print(
+                f"{path}: {what}, {format_count(len(self.pending) + len(self.tensors), 'tensor')}{tied}, "
+                f"{format_count(len(self.values), 'value')}, {format_bytes(num_bytes)}",
+                file=sys.stderr,
+            )
 
     def metadata(self, step: int) -> dict[str, str]:
         """Return what goes into the header beside the tensors."""

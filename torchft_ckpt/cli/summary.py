@@ -9,7 +9,7 @@ from torchft_ckpt.checkpointing.protocol import Index, SnapshotEntry
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Manifest, WireTensor
 from torchft_ckpt.checkpointing.state.tree import ArrayPlace, TensorPlace, TreeEncoder, as_places, decode_tree, in_words
-from torchft_ckpt.cli.output import format_bytes, format_count, leaves
+from torchft_ckpt.cli.output import aligned, format_bytes, format_count, leaves
 from torchft_ckpt.core.text import printable
 
 _MAX_VALUES = 8
@@ -85,11 +85,7 @@ def _tensors_line(manifest: Manifest) -> str:
 def _largest(manifest: Manifest, num_tensors: int) -> list[str]:
     shown = _by_size(manifest)[:num_tensors]
     rows = [(tensor.fqn or "state", tensor.dtype, _shape(tensor), format_bytes(_num_bytes(tensor))) for tensor in shown]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    lines = [
-        f"    {name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}"
-        for name, dtype, shape, size in rows
-    ]
+    lines = [f"    {line}" for line in aligned(rows, right=(3,))]
     if rows and len(rows) < len(manifest.tensors):
         lines.append(f"    and {len(manifest.tensors) - len(rows)} more, none larger")
     return lines
