@@ -25,8 +25,9 @@ from bench.durable_model import Model
 from bench.wire import Reporter, serve
 from torchft_ckpt import Checkpointer, Manager, ProcessGroupGloo
 from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.checkpointing.durable.cooperative_read.lookup import Candidates
+from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks
 from torchft_ckpt.checkpointing.durable.names import checkpoint_name
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
@@ -250,7 +251,8 @@ class Worker:
             num_bytes = reader.count.num_bytes
         else:
             with counting_ours() as count:
-                load_into(CheckpointReader(newest_whole([open_storage(location)])), state)
+                newest = Candidates([open_storage(location)], Ranks(), step=None).newest().checkpoint
+                load_into(CheckpointReader(newest), state)
             num_bytes = count.num_bytes
         ended = time.monotonic()
         return {

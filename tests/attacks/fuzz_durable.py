@@ -37,10 +37,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from support.newest import newest_whole
 
 from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.__main__ import main as command
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.errors import TorchftCkptError
 from torchft_ckpt.integrations.dcp.metadata import load_metadata

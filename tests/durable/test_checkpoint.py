@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
+from support.newest import newest_whole
 
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     BoxEntry,
@@ -30,7 +31,6 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     SavedPart,
     list_checkpoints,
     minimal_cover,
-    newest_whole,
     read_checkpoint,
     why_not_whole,
 )

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.newest import newest_whole
 from support.nursery import Forked
 from support.replicas import ends
 from support.savers import no_threads_left
@@ -28,7 +29,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchft_ckpt import Checkpointer, HTTPTransport, Tier, checkpoints_in, load_checkpoint
 from torchft_ckpt.checkpointing.durable.cooperative_read import ranks
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.progress import TransferProgress

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.durable_parts import NAME, PartsDouble, rows, storage_in
+from support.newest import newest_whole
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole, read_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import read_checkpoint
 from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import CheckpointDamagedError

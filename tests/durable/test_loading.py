@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint
+from support.newest import newest_whole
 from support.resharding import imagined_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchft_ckpt import Checkpointer, load_checkpoint
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, SavedPart, newest_whole
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, SavedPart
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import template_of
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.newest import newest_whole
 from support.thoroughness import by_default
 from torch import nn
 
 from torchft_ckpt import Checkpointer
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.loading import load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage

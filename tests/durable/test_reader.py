@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
+from support.newest import newest_whole
 
 from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, SavedPart, newest_whole, read_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, SavedPart, read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.state.local_state import view_of

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
 import pytest
+from support.newest import newest_whole
 from support.savers import (
     FILL_AFTER_S,
     Plan,
@@ -30,7 +31,6 @@ from support.scripted_fs import DEATHS, ERRORS, Disk, Fault, Operation, ProcessD
 from support.thoroughness import THOROUGH, by_default
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, parts_in
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot

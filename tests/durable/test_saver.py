@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.newest import newest_whole
 from support.savers import (
     FILL_AFTER_S,
     ImaginedEvent,
@@ -34,7 +35,7 @@ from support.spmd_double import SilentAdapter, SpmdAdapter, SpmdTensor, bits_of,
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, parse_part
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole, why_not_whole
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import why_not_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode, SaveOnlooker, SaveWorker
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.newest import newest_whole
 from support.resharding import imagined_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import template_of
 from torchft_ckpt.checkpointing.durable.reading.loading import give_back, load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from support.newest import newest_whole
 from support.resharding import imagined_rank
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from support.newest import newest_whole
 from support.resharding import Layout, imagined_rank
 from support.scripted_fs import Disk, Fault, File, ScriptedSystem
 from support.spmd_double import bits_of
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook

@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
     SavedPart,
     list_checkpoints,
-    newest_whole,
+    read_checkpoint,
     read_part,
     tell_of,
     why_not_whole,
@@ -95,31 +95,13 @@ class Candidates:
             CheckpointNotFoundError: there is none; the message says what was skipped, and why.
             StorageError: no storage could be listed.
         """
-        try:
-            if self._ranks.num_ranks == 1:
-                checkpoint = newest_whole(self._storages, step=self._step, exclude=self._damaged.keys())
-                return Found(checkpoint, is_shared=any(part.storage is self._shared for part in checkpoint.parts))
-            return self._newest_of_all()
-        except CheckpointNotFoundError as error:
-            if not self._damaged:
-                raise
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._damaged.items())
-            raise CheckpointNotFoundError(f"{error}; damaged: {reasons}", error.party) from error.__cause__
-
-    def leave_out(self, checkpoint: Checkpoint, error: CheckpointDamagedError) -> None:
-        """Its bytes are not as they were written."""
-        why = self._damaged[str(checkpoint.name)] = str(error).encode(errors="replace").decode()  # it may name files
-        logger.warning("checkpoint %s is skipped: %s", checkpoint.name, why)
-        self.has_written = self.has_written or error.state_overwritten
-
-    def _newest_of_all(self) -> Found:
-        mine = self._look()
+        failure, mine = self._look()
         seen = self._ranks.say("what it sees", mine, _decode_seen)
         names = {parsed for one in seen for name in one.checkpoints if (parsed := parse_checkpoint(name)) is not None}
-        failures = [one for one in seen if one.failure]
-        if any(one.is_blind for one in failures) and not names:
-            raise StorageError(failures[0].failure, "storage")
-        skipped = sorted({one.failure for one in failures})
+        failures = [one.failure for one in seen if one.failure]
+        if any(one.is_blind for one in seen) and not names:
+            raise failure or StorageError(failures[0], "storage")
+        skipped = sorted(set(failures))
         for name in sorted(names, reverse=True):
             if str(name) not in self._damaged:
                 found = self._put_together(name, [one.checkpoints.get(str(name), ()) for one in seen])
@@ -133,34 +115,46 @@ class Candidates:
                 skipped.append(f"{name}: {reason}")
         what = "no whole checkpoint" if self._step is None else f"no whole checkpoint of step {self._step}"
         where = ", ".join(storage.location for storage in self._storages) or "no storage"
+        together = f", as {len(seen)} ranks together see it" if len(seen) > 1 else ""
         why = f" (skipped: {some_of(skipped)})" if skipped else ""
-        cause = StorageError(failures[0].failure, "storage") if failures else None
-        raise CheckpointNotFoundError(
-            f"there is {what} in {where}, as {len(seen)} ranks together see it{why}", where
-        ) from cause
+        damaged = "; ".join(f"{name}: {reason}" for name, reason in self._damaged.items())
+        why += f"; damaged: {damaged}" if damaged else ""
+        cause = failure or (StorageError(failures[0], "storage") if failures else None)
+        raise CheckpointNotFoundError(f"there is {what} in {where}{together}{why}", where) from cause
 
-    def _look(self) -> _Seen:
+    def leave_out(self, checkpoint: Checkpoint, error: CheckpointDamagedError) -> None:
+        """Its bytes are not as they were written."""
+        why = self._damaged[str(checkpoint.name)] = str(error).encode(errors="replace").decode()  # it may name files
+        logger.warning("checkpoint %s is skipped: %s", checkpoint.name, why)
+        self.has_written = self.has_written or error.state_overwritten
+
+    def _look(self) -> tuple[StorageError | None, _Seen]:
+        """Return what this rank sees; and the error of a storage that it could not list."""
         self._here.clear()
+        is_alone = self._ranks.num_ranks == 1  # then manifests are listed when they are read
         shared: list[str] = []
-        failures: list[str] = []
+        failures: list[StorageError] = []
         for storage in self._storages:
             try:
-                wanted = [name for name in list_checkpoints(storage) if self._step in (None, name.step)]
-                for name in wanted[:MAX_CANDIDATES]:
-                    here = self._here.setdefault(str(name), {})
-                    for part in parts_in(storage.names(str(name))):
+                wanted = [str(name) for name in list_checkpoints(storage) if self._step in (None, name.step)]
+                for name in wanted if is_alone else wanted[:MAX_CANDIDATES]:
+                    here = self._here.setdefault(name, {})
+                    for part in () if is_alone else parts_in(storage.names(name)):
                         here.setdefault(part.manifest, []).append(storage)
-                shared += [str(name) for name in wanted[:MAX_CANDIDATES] if storage is self._shared]
+                    shared += [name] if storage is self._shared else []
             except StorageError as error:
-                failures.append(str(error).encode(errors="replace").decode())
+                failures.append(error)
                 logger.warning("storage %s is left aside: %s", storage.location, error)
-        newest = sorted(self._here, reverse=True)[:MAX_CANDIDATES]
+        newest = sorted(self._here, reverse=True)[: None if is_alone else MAX_CANDIDATES]
         listed = {name: sorted(self._here[name]) for name in newest}
         is_blind = bool(failures) and len(failures) == len(self._storages)
-        return _Seen(listed, shared, failures[0] if failures else "", is_blind)
+        why = str(failures[0]).encode(errors="replace").decode() if failures else ""
+        return (failures[0] if failures else None), _Seen(listed, shared, why, is_blind)
 
     def _put_together(self, name: CheckpointName, seen: Sequence[Sequence[str]]) -> Found:
         """Return the parts of a checkpoint that any rank can read, and who can read which; `seen`: manifests, by rank."""
+        if len(seen) == 1:
+            return Found(read_checkpoint(self._storages, name))
         seeing: dict[str, list[int]] = {}
         for rank, files in enumerate(seen):
             for file in files:

@@ -45,7 +45,7 @@ from torchft_ckpt.core.boxes.geometry import (
     subtract,
     whole,
 )
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
+from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 from torchft_ckpt.memory import gc_paused
 from torchft_ckpt.threads import parallel_map
 
@@ -443,47 +443,6 @@ def why_not_whole(checkpoint: Checkpoint) -> str | None:
     if checkpoint.left_aside:
         reasons.append(f"left aside: {some_of(checkpoint.left_aside)}")
     return "; ".join(reasons)
-
-
-def newest_whole(storages: Sequence[Storage], *, step: int | None = None, exclude: Collection[str] = ()) -> Checkpoint:
-    """Return the newest checkpoint that is whole over all storages together. Each that is skipped is logged in one line.
-
-    Args:
-        storages: where to look.
-        step: only checkpoints of this step.
-        exclude: names of checkpoints that are known to be damaged.
-
-    Raises:
-        CheckpointNotFoundError: there is none; the message says what was skipped, and why. A `StorageError` is its cause if a
-            storage could not be listed: there may be one.
-        StorageError: no storage could be listed.
-    """
-    names: set[CheckpointName] = set()
-    skipped: list[str] = []
-    failures: list[StorageError] = []
-    for storage in storages:
-        try:
-            names.update(list_checkpoints(storage))
-        except StorageError as error:
-            failures.append(error)
-            logger.warning("storage %s is left aside: %s", storage.location, error)
-            skipped.append(f"{storage.location}: {error}")
-    if failures and len(failures) == len(storages):
-        raise failures[0]
-    for name in sorted(names, reverse=True):
-        if (step is not None and name.step != step) or str(name) in exclude:
-            continue
-        checkpoint = read_checkpoint(storages, name)
-        reason = why_not_whole(checkpoint)
-        if reason is None:
-            tell_of(checkpoint)
-            return checkpoint
-        logger.warning("checkpoint %s is skipped: %s", name, reason)
-        skipped.append(f"{name}: {reason}")
-    where = ", ".join(storage.location for storage in storages) or "no storage"
-    what = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
-    why = f" (skipped: {some_of(skipped)})" if skipped else ""
-    raise CheckpointNotFoundError(f"there is {what} in {where}{why}", where) from (failures[0] if failures else None)
 
 
 def tell_of(checkpoint: Checkpoint) -> None:
