@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import logging
 import os
 import posixpath
@@ -154,11 +153,10 @@ class _FsspecOutputFile(OutputFile):
         super().__init__(location, path)
         self._final = full
         self._fs = fs
-        self._is_upload = not _renames(fs)
+        # Uploads appear when they are closed. `memory://` shows a file from its first byte on, and copies it at once.
+        self._is_upload = not _renames(fs) and not _is_memory(fs)
         self._written = full if self._is_upload else temporary_path(full)
-        # `memory://` shows a file from its first byte on, so there it is gathered here; uploads appear when they are closed.
-        self._gathered = io.BytesIO() if _is_memory(fs) else None
-        self._file: Any = self._gathered or fs.open(self._written, "wb")
+        self._file: Any = fs.open(self._written, "wb")
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         self._check_writable()
@@ -176,8 +174,6 @@ class _FsspecOutputFile(OutputFile):
         self._check_writable()
         try:
             with _errors(self._location, self._path, "committing"):
-                if self._gathered is not None:
-                    self._fs.pipe_file(self._final, self._gathered.getvalue())
                 self._file.close()
                 if not self._is_upload:
                     self._fs.mv(self._written, self._final)
@@ -197,9 +193,7 @@ class _FsspecOutputFile(OutputFile):
             return
         self._is_over = True
         try:
-            if self._gathered is not None:
-                self._gathered.close()
-            elif self._is_upload:
+            if self._is_upload:
                 # Not closed: that would make it visible, as it would when it is collected as garbage.
                 self._file.closed = True
                 self._file.discard()
