@@ -77,47 +77,28 @@ _MEMBERS = Instead(
 _STREAMS = Instead("use torch.accelerator's streams and synchronize()")
 
 TABLE: dict[str, dict[str, Entry]] = {
-    "": {
-        "ProcessGroupBabyNCCL": Here("process_group"),
-        "ProcessGroupBabyXCCL": Here("process_group"),
-        "ProcessGroupXCCL": Here("process_group"),
-    },
+    "": dict.fromkeys(("ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL", "ProcessGroupXCCL"), Here("process_group")),
     "_torchft": {
-        "LighthouseClient": Here("coordination"),
-        "LighthouseServer": Here("coordination"),
-        "ManagerClient": Here("coordination"),
-        "ManagerServer": Here("coordination"),
-        "Quorum": Here("coordination"),
-        "QuorumMember": Here("coordination"),
-        "QuorumResult": Here("coordination"),
-        "Timestamp": Here("coordination"),
+        **dict.fromkeys(
+            ("LighthouseClient", "LighthouseServer", "ManagerClient", "ManagerServer"), Here("coordination")
+        ),
+        **dict.fromkeys(("Quorum", "QuorumMember", "QuorumResult", "Timestamp"), Here("coordination")),
         "lighthouse_main": Here("__main__", "main"),
     },
-    "checkpointing._rwlock": {
-        "RWLock": Here("compat.rwlock"),
-    },
+    "checkpointing._rwlock": {"RWLock": Here("compat.rwlock")},
     "checkpointing._serialization": {},
     "checkpointing.pg_transport": {"PGTransport": Here("checkpointing")},
-    "collectives": {
-        "allocate_reduce_scatter_output": _QUANTIZED,
-        "allreduce_quantized": _QUANTIZED,
-        "get_padded_sizes": _QUANTIZED,
-        "reduce_scatter_quantized": _QUANTIZED,
-    },
+    "collectives": dict.fromkeys(
+        ("allocate_reduce_scatter_output", "allreduce_quantized", "get_padded_sizes", "reduce_scatter_quantized"),
+        _QUANTIZED,
+    ),
     "coordination": {
-        "LighthouseClient": _BY_HAND,
-        "ManagerClient": _BY_HAND,
-        "ManagerServer": _BY_HAND,
-        "Quorum": _MEMBERS,
-        "QuorumMember": _MEMBERS,
-        "QuorumResult": _MEMBERS,
-        "Timestamp": _MEMBERS,
+        **dict.fromkeys(("LighthouseClient", "ManagerClient", "ManagerServer"), _BY_HAND),
+        **dict.fromkeys(("Quorum", "QuorumMember", "QuorumResult", "Timestamp"), _MEMBERS),
     },
     "futures": {
         "WATCHDOG_TIMEOUT_SEC": Value("TORCHFT_WATCHDOG_TIMEOUT_SEC"),
-        "context_timeout": _FUTURE,
-        "future_timeout": _FUTURE,
-        "future_wait": _FUTURE,
+        **dict.fromkeys(("context_timeout", "future_timeout", "future_wait"), _FUTURE),
         "stream_timeout": _SLOW_STREAM,
     },
     "http": {},
@@ -145,10 +126,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     "optim": {"OptimizerWrapper": Here("optimizer")},
     "otel": {
         "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": Value("TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON"),
-        "TeeLogExporter": _OTEL,
-        "main": _OTEL,
-        "setup_logger": _OTEL,
-        "shutdown": _OTEL,
+        **dict.fromkeys(("TeeLogExporter", "main", "setup_logger", "shutdown"), _OTEL),
     },
     "parameter_server": {
         "ParameterServer": Instead(
@@ -160,29 +138,25 @@ TABLE: dict[str, dict[str, Entry]] = {
         "_ErrorSwallowingWork": Here("process_group.wrapper", "WorkOfFuture"),
         "ErrorSwallowingProcessGroupWrapper": Here("process_group.wrapper"),
         "FakeProcessGroupWrapper": Here("process_group.wrapper"),
-        "ProcessGroupBaby": _BABY,
-        "ProcessGroupBabyGloo": _BABY,
-        "ProcessGroupBabyNCCL": _BABY,
-        "ProcessGroupBabyXCCL": _BABY,
+        **dict.fromkeys(
+            ("ProcessGroupBaby", "ProcessGroupBabyGloo", "ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL"), _BABY
+        ),
         "ProcessGroupXCCL": _XCCL,
         "TORCHFT_TRIGGER_FR_ON_ABORT": Value("TORCHFT_TRIGGER_FR_ON_ABORT"),
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR": Value("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"),
         "trigger_nccl_fr_trace_through_pipe": _FLIGHT_RECORDER,
     },
-    "quantization": {
-        "BLOCK_SIZE_T": _FP8,
-        "SCALE_DTYPE": _FP8,
-        "SCALE_DTYPE_BYTES": _FP8,
-        "SCALE_TL_DTYPE": _FP8,
-        "SCALE_TL_DTYPE_BYTES": _FP8,
-        "fused_dequantize_from_fp8": _FP8,
-        "fused_quantize_into_fp8": _FP8,
-        "fused_reduce_fp8": _FP8,
-    },
+    "quantization": dict.fromkeys(
+        (
+            *("BLOCK_SIZE_T", "SCALE_DTYPE", "SCALE_DTYPE_BYTES", "SCALE_TL_DTYPE", "SCALE_TL_DTYPE_BYTES"),
+            *("fused_dequantize_from_fp8", "fused_quantize_into_fp8", "fused_reduce_fp8"),
+        ),
+        _FP8,
+    ),
     "torchcomms": {
         "ProcessGroupTorchComms": Instead("there is no process group over torchcomms; use ProcessGroupNCCL")
     },
-    "utils": {"get_stream_context": _STREAMS, "record_event": _STREAMS, "synchronize": _STREAMS},
+    "utils": dict.fromkeys(("get_stream_context", "record_event", "synchronize"), _STREAMS),
     "work": {"_DummyWork": Here("process_group", "CompletedWork")},
 }
 
