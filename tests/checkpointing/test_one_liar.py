@@ -34,7 +34,7 @@ from torchft_ckpt.checkpointing.fetching import engine
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.resharding import fetch as sharded_fetch
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
-from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, first_missing, plan_parts
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, plan_parts
 from torchft_ckpt.checkpointing.state import fit
 from torchft_ckpt.checkpointing.state.format import decode_manifest
 from torchft_ckpt.checkpointing.state.target import Want
@@ -333,14 +333,6 @@ def test_a_plan_asks_all_the_time_whether_it_is_wanted() -> None:
             plan_parts([want], [group], Clock(after))
     with pytest.raises(StateMismatchError, match="holds t0"):
         plan_parts([want], [group], Clock(100_000))
-
-
-def test_what_is_missing_is_looked_for_only_as_long_as_it_is_wanted() -> None:
-    cells = [Box((place,), (1,)) for place in range(100)]
-    with pytest.raises(OverError):
-        first_missing(cells, cells, Clock(50))
-    assert first_missing(cells, cells[:60], Clock(100)) == cells[60]
-    assert first_missing(cells, cells, Clock(100)) is None
 
 
 def test_a_plan_of_more_parts_than_any_state_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -244,6 +244,17 @@ def test_a_rank_that_is_not_named_leaves_a_hole_and_nothing_is_written(job: Runn
     assert isinstance(error, StateMismatchError)
     assert "model.w [4:7, 0:6]: name all ranks of the replica group" in str(error)
     assert torch.equal(state["model"]["w"], torch.full((7, 6), 5.0))
+
+
+def test_holes_are_looked_for_until_the_deadline_alone(job: RunningJob) -> None:
+    def is_over() -> None:
+        raise TransferTimeoutError("it is over", "job")
+
+    reader, planner = PeerReader(job.urls, timeout=LIMIT), DefaultLoadPlanner()
+    planner.set_up_planner({"model": {"w": torch.zeros(7, 6)}}, reader.read_metadata(), is_coordinator=True)
+    reader._content.go_on = is_over  # type: ignore[union-attr]
+    with pytest.raises(TransferTimeoutError, match="it is over"):
+        reader.read_data(planner.create_local_plan(), planner)
 
 
 @pytest.mark.parametrize(

@@ -298,10 +298,6 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup], go_on: GoOn
         places = [index.get(key, []) for index in indexes]
         go_on()
         cells = cells_of(want.name, want.box, list({place.box for of_group in places for place in of_group}))
-        missing = first_missing(cells, [place.box for place in places[0]], go_on)
-        if missing is not None:
-            holes.append(f"{want.name[:120]} {missing}")
-            continue
         itemsize = want.target.element_size()
         strides = want.target.stride()
         memory = want.memory()
@@ -313,6 +309,9 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup], go_on: GoOn
                 for place in of_group
                 if contains(place.box, cell)
             ]
+            if not any(contains(place.box, cell) for place in places[0]):
+                holes.append(f"{want.name[:120]} {cell}")
+                break
             for box in split(cell, PART_BYTES // itemsize):
                 region = region_of(0, strides, relative_to(box, want.box), itemsize)
                 for name, place in able:
@@ -329,15 +328,6 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup], go_on: GoOn
             party=groups[0].names[0],
         )
     return Plan(parts, holders, group_of)
-
-
-def first_missing(cells: Iterable[Box], held: Sequence[Box], go_on: GoOn) -> Box | None:
-    """Return the first cell that lies in no box that is held; `go_on` as for `plan_parts`."""
-    for cell in cells:
-        go_on()
-        if not any(contains(box, cell) for box in held):
-            return cell
-    return None
 
 
 def cells_of(name: str, box: Box, chunks: Sequence[Box]) -> list[Box]:

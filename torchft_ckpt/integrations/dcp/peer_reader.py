@@ -25,18 +25,17 @@ import torch
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import described_as
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.peers import FindGroups, HeldStep, JobPeers
-from torchft_ckpt.checkpointing.resharding.plan import GoOn, SourceGroup, cells_of, first_missing, tensors_of
+from torchft_ckpt.checkpointing.resharding.plan import GoOn, SourceGroup, cells_of, tensors_of
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
 from torchft_ckpt.checkpointing.state.containers import Path, below_root
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
@@ -46,8 +45,14 @@ from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.target import Filling, Want, is_same_memory, memory_for, wants_of
 from torchft_ckpt.config import not_negative
 from torchft_ckpt.coordination.asking import Lighthouse
-from torchft_ckpt.core.boxes.geometry import Box, contains, whole
-from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError, torn_where_it_raises
+from torchft_ckpt.core.boxes.geometry import Box, contains, missing_boxes, whole
+from torchft_ckpt.errors import (
+    ConfigError,
+    StateFormatError,
+    StateMismatchError,
+    TransferTimeoutError,
+    torn_where_it_raises,
+)
 
 _NAMED = 5
 
@@ -261,14 +266,8 @@ class _Content:
             if entry is None:
                 described[name] = BytesStorageMetadata()
                 continue
-            described[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=parse_dtype(entry.dtype)),
-                size=torch.Size(entry.shape),
-                chunks=[
-                    ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-                    for box in disjoint(boxes[entry.fqn], whole(tuple(entry.shape)), self.go_on)
-                ],
-            )
+            chunks = disjoint(boxes[entry.fqn], whole(tuple(entry.shape)), self.go_on)
+            described[name] = described_as(parse_dtype(entry.dtype), entry.shape, chunks)
         return Metadata(state_dict_metadata=described, planner_data=self.paths)
 
     def boxes(self) -> dict[str, list[Box]]:
@@ -372,11 +371,12 @@ class _PlannedItems:
             if entry is None:
                 holes.append(f"{name[:120]} is no tensor there")
                 continue
-            held = self._boxes[entry.fqn]
-            cells = cells_of(name, whole(tuple(entry.shape)), held)
-            missing = first_missing(cells, held, self._content.go_on)
-            if missing is not None:
-                holes.append(f"{name[:120]} {missing}")
+            self._content.go_on()  # each of these takes a moment, and there may be many
+            try:
+                missing = missing_boxes(entry.shape, self._boxes[entry.fqn])
+            except ValueError as error:
+                raise StateFormatError(f"tensor {name[:120]}: {error}", party="source") from error
+            holes += [f"{name[:120]} {missing[0]}"] if missing else []
         if holes:
             raise StateMismatchError(
                 f"no rank of {', '.join(self._content.group.names[:_NAMED])} holds {some_of(holes)}: name all "

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import (
 
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, ShardAdapter, adapter_of
-from torchft_ckpt.core.boxes.geometry import Box, contains, refine
+from torchft_ckpt.core.boxes.geometry import Box, subtract
 from torchft_ckpt.errors import StateMismatchError, torn_where_it_raises
 
 Offsets = tuple[int, ...]
@@ -261,9 +261,8 @@ def _problem(saved: Any, sharded: _Sharded) -> str | None:
         return f"of {saved.properties.dtype} in the checkpoint, {tensor.dtype} here"
     chunks = [box_of(chunk) for chunk in saved.chunks]
     for box in sharded.boxes:
-        for piece in refine(box, chunks):
-            if not any(contains(chunk, piece) for chunk in chunks):
-                return f"not saved in {piece}"
+        if missing := subtract([box], chunks):
+            return f"not saved in {missing[0]}"
     return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
-from torchft_ckpt.core.boxes.geometry import subtract
+from torchft_ckpt.core.boxes.geometry import Box, subtract
 from torchft_ckpt.errors import CheckpointDamagedError
 from torchft_ckpt.memory import gc_paused
 
@@ -48,13 +49,7 @@ def build_metadata(checkpoint: Checkpoint) -> bytes:
                 continue  # an array, which DCP takes for a value
             pieces = _pieces_by_offsets(tensor)
             paths[tensor.fqn] = tensor.path
-            described[tensor.fqn] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=tensor.dtype),
-                size=torch.Size(tensor.shape),
-                chunks=[
-                    ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes)) for piece in pieces
-                ],
-            )
+            described[tensor.fqn] = described_as(tensor.dtype, tensor.shape, [piece.box for piece in pieces])
             for number, piece in enumerate(pieces):
                 entry = piece.entry
                 file = piece.part.manifest.files[entry.file].name
@@ -74,6 +69,15 @@ def build_metadata(checkpoint: Checkpoint) -> bytes:
             **if_known(Metadata, version=_VERSION),
         )
         return pickle.dumps(metadata, protocol=_PROTOCOL)
+
+
+def described_as(dtype: torch.dtype, shape: Sequence[int], boxes: Iterable[Box]) -> TensorStorageMetadata:
+    """Return DCP's description of a tensor that is in these boxes."""
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype),
+        size=torch.Size(shape),
+        chunks=[ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
+    )
 
 
 def _pieces_by_offsets(tensor: SavedTensor) -> list[Piece]:
