@@ -43,8 +43,7 @@ from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.__main__ import main as command
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.errors import TorchftCkptError
-from torchft_ckpt.integrations.dcp.metadata import load_metadata
-from torchft_ckpt.integrations.dcp.reader import load_record
+from torchft_ckpt.integrations.dcp.reader import load_metadata, load_record
 
 MAX_BYTES = 4 << 30
 MAX_CASE_S = 5.0

@@ -33,7 +33,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import read_checkpoin
 from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import CheckpointDamagedError
-from torchft_ckpt.integrations.dcp.metadata import load_metadata
+from torchft_ckpt.integrations.dcp.reader import load_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

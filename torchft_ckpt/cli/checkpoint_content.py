@@ -31,8 +31,7 @@ from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.cli.safetensors_file import Content, PendingTensor, in_file_order
 from torchft_ckpt.core.boxes.geometry import whole
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError, UnsupportedValueError
-from torchft_ckpt.integrations.dcp.metadata import load_metadata
-from torchft_ckpt.integrations.dcp.reader import DCPReader
+from torchft_ckpt.integrations.dcp.reader import DCPReader, load_metadata
 
 _BATCH_BYTES = 64 * 1024 * 1024
 

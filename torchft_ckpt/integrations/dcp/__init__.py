@@ -2,6 +2,5 @@
 
 planners         DCP's planners for SPMD tensors that have an adapter
 peer_reader      DCP's storage reader that reads a running job
-reader           checkpoints that DCP wrote
-metadata         their `.metadata`, unpickled without executing anything
+reader           checkpoints that DCP wrote; nothing of them is executed
 """
