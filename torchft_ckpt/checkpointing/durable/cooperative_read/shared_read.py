@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import BoxEntry
 from torchft_ckpt.checkpointing.durable.names import PartName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.space import as_bytes
@@ -102,7 +103,7 @@ _LEASE = timedelta(days=1)
 
 
 class _Wants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank wants, by the name of a tensor; and where it serves what it reads; empty: nowhere."""
+    """What a rank wants, by the name of a tensor; and where it serves what it reads."""
 
     boxes: dict[str, list[BoxEntry]]
     address: str
@@ -161,16 +162,15 @@ class SharedRead:
             CheckpointError: as `CheckpointReader.read`, or as `Ranks.say`.
         """
         reader, ranks, transport = self._reader, self._ranks, self._ranks.transport
-        if ranks.num_ranks == 1:
+        if ranks.num_ranks == 1 or transport is None:
             reader.read_own(wants)
             return
         if misfits := [want for want in wants if not _is_there(want, reader)]:
             reader.read(misfits)
-        alone = [want for want in wants if transport is None or reader.is_own(want)]
-        together = [want for want in wants if not (transport is None or reader.is_own(want))]
+        alone = [want for want in wants if reader.is_own(want)]
+        together = [want for want in wants if not reader.is_own(want)]
         own = _OwnWants(together, [ranks.rank if reader.is_own_elsewhere(want) else None for want in together])
-        address = "" if transport is None else transport.metadata()
-        wishes = _Wants(own.entries(None), address, own.entries(ranks.rank))
+        wishes = _Wants(own.entries(None), transport.metadata(), own.entries(ranks.rank))
         said = ranks.say("what it wants", wishes, _decode_wants)
         shares = self._deal(said)
         mine = shares[ranks.rank]
@@ -178,17 +178,15 @@ class SharedRead:
         with torn_where_it_raises(f"reading {reader.location}", reader.location):
             if alone:
                 reader.read_own(alone)
-            digests: list[str] = []
-            if transport is not None:
-                transport.send_checkpoint([], self._found.checkpoint.name.step, state, _LEASE)
-                digests = parallel_map(self._digest, [*state.values()] if transport.token else [], NUM_THREADS)
+            transport.send_checkpoint([], self._found.checkpoint.name.step, state, _LEASE)
+            digests = parallel_map(self._digest, [*state.values()] if transport.token else [], NUM_THREADS)
             try:
                 has_read = ranks.say("what it reads", _Done(digests), _decode_done)
                 left = own.outside(shares)
                 if left:
                     logger.warning("nobody else can read %d boxes that rank %d wants", len(left), ranks.rank)
                 tasks = [
-                    (rank, said[rank].address, needed)
+                    (transport, rank, said[rank].address, needed)
                     for rank, share in enumerate(shares)
                     if rank != ranks.rank and (needed := own.needed(share, has_read[rank].digests))
                 ]
@@ -196,10 +194,9 @@ class SharedRead:
                 if left:
                     reader.read_own(left)
                 own.copy_doubles()
-                ranks.say("what it has", _Done(), _decode_done)
+                ranks.say_done("what it has")
             finally:
-                if transport is not None:
-                    transport.withdraw_checkpoint()
+                transport.withdraw_checkpoint()
 
     def _deal(self, said: Sequence[_Wants]) -> list[list[_Share]]:
         """Return what each rank reads."""
@@ -214,19 +211,17 @@ class SharedRead:
                     share += [_Share(name, box, rank) for name, box in of_rank]
         return shares
 
-    def _fetch(self, source: tuple[int, str, list[tuple[Want, Want, str]]]) -> list[Want]:
+    def _fetch(self, source: tuple[HTTPTransport[Any], int, str, list[tuple[Want, Want, str]]]) -> list[Want]:
         """Fetch what another rank has read for this one; return what could not be had. See `_OwnWants.needed`."""
-        rank, address, needed = source
-        wants = [want for want, _, _ in needed]
-        transport, left = self._ranks.transport, wants
+        transport, rank, address, needed = source
+        left = wants = [want for want, _, _ in needed]
 
         def note(progress: TransferProgress) -> None:
             self._fetched[rank] = progress.received_bytes
 
         try:
-            if transport is not None:
-                served = [there for _, there, _ in needed]
-                transport.fetch_boxes(address, served, self._found.checkpoint.name.step, self._timeout, note)
+            served = [there for _, there, _ in needed]
+            transport.fetch_boxes(address, served, self._found.checkpoint.name.step, self._timeout, note)
             left = [want for want, _, digest in needed if digest and self._digest(want.target) != digest]
             why: object = "it was altered on the way"
         except CheckpointError as error:
