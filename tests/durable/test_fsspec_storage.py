@@ -360,7 +360,8 @@ def test_a_store_that_kept_less_than_was_written_is_found_out(
 
 
 def test_a_listing_may_name_the_directory_itself(objects: FsspecStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ObjectStore, "ls", lambda self, path, detail=True: ["bucket/c/step", "bucket/c/step/a"])
+    entries = [{"name": "bucket/c/step", "type": "directory"}, {"name": "bucket/c/step/a", "type": "file"}]
+    monkeypatch.setattr(ObjectStore, "ls", lambda self, path, detail=True: entries)
     assert objects.names("step") == ["a"]
 
 

@@ -65,15 +65,8 @@ class FsspecStorage(Storage):
             raise ConfigError(f"location={self.location!r}: fsspec would take *, ? or [ for a pattern", "location")
 
     def names(self, directory: str = "") -> list[str]:
-        full = self._full(directory)
         with _errors(self.location, directory, "listing"):
-            self._fs.invalidate_cache(full)
-            try:
-                entries = [str(entry).rstrip("/") for entry in self._fs.ls(full, detail=False)]
-            except _GONE:
-                return []
-        # Of a file, and of an object that marks a directory, the listing is the path itself.
-        return sorted({posixpath.basename(entry) for entry in entries if entry.strip("/") != full.strip("/")})
+            return sorted(self._kinds(directory))
 
     def size(self, path: str) -> int | None:
         full = self._full(path)
@@ -142,6 +135,7 @@ class FsspecStorage(Storage):
         except _GONE:
             return {}
         names = {str(entry["name"]).strip("/"): str(entry["type"]) for entry in entries}
+        # Of a file, and of an object that marks a directory, the listing is the path itself.
         return {posixpath.basename(name): kind for name, kind in names.items() if name != full.strip("/")}
 
     def _full(self, path: str) -> str:
