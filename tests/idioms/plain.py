@@ -22,8 +22,8 @@ from torch.nn import parallel
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.training.shared_step import SharedStep
+from torchft_ckpt.process_group import CompletedWork, ProcessGroupDummy
 from torchft_ckpt.process_group.base import Tensors
-from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
 
 WAIT_S = 60.0
 

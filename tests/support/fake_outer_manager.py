@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
-from torchft_ckpt.process_group.dummy import CompletedWork
+from torchft_ckpt.process_group import CompletedWork
 from torchft_ckpt.process_group.quantization import Quantization
 from torchft_ckpt.testing.conformance import differences
 

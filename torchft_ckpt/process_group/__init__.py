@@ -8,11 +8,15 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.process_group.base import ProcessGroup
-from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
 from torchft_ckpt.process_group.gloo import ProcessGroupGloo
 from torchft_ckpt.process_group.nccl import ProcessGroupNCCL
 from torchft_ckpt.process_group.store import StoreAddress
-from torchft_ckpt.process_group.wrapper import ManagedProcessGroup, ProcessGroupWrapper
+from torchft_ckpt.process_group.wrapper import (
+    CompletedWork,
+    ManagedProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupWrapper,
+)
 
 __all__ = [
     "CompletedWork",
