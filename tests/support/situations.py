@@ -38,7 +38,7 @@ from torchft_ckpt import (
     Optimizer,
     ProcessGroupGloo,
 )
-from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
+from torchft_ckpt.cli.checkpoint_content import find_checkpoints, open_checkpoint
 from torchft_ckpt.coordination import LighthouseServer
 from torchft_ckpt.errors import GroupLeftError
 from torchft_ckpt.manager.event_file import EventFile

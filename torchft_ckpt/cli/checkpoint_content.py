@@ -1,37 +1,328 @@
-"""Reads what a checkpoint holds: to verify all of it, for there is a digest for every 64 KiB, or to put it into one safetensors
-file. It prints nothing and writes no files.
+"""Finds durable checkpoints in a place, and says what one holds: in a row of a list, to verify all of it, or to put it into a
+file.
 
-State of one rank alone (random number generators, its position in the data) is left out of a file.
+Of each 64 KiB there is a digest to verify. State of one rank alone (random number generators, its position in the data) is left
+out of a file. It prints nothing, writes no files and changes nothing.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchft_ckpt.checkpointing.durable.format.manifest import digest_table_bytes
-from torchft_ckpt.checkpointing.durable.names import METADATA
+from torchft_ckpt.checkpointing.durable.format.manifest import MAX_MANIFEST_BYTES, digest_table_bytes
+from torchft_ckpt.checkpointing.durable.names import (
+    METADATA,
+    TEMPORARY,
+    CheckpointName,
+    PartName,
+    parse_checkpoint,
+    parts_in,
+)
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
     differing_copies,
     drifted_replicas,
     is_closed,
     notes_on,
+    read_checkpoint,
+    why_not_whole,
 )
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.cli.checkpoint_places import OpenedCheckpoint
-from torchft_ckpt.cli.output import leaves
+from torchft_ckpt.cli.output import aligned, format_bytes, leaves
 from torchft_ckpt.cli.safetensors_file import Content, PendingTensor, in_file_order
 from torchft_ckpt.core.boxes.geometry import whole
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError, UnsupportedValueError
+from torchft_ckpt.core.text import one_line
+from torchft_ckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    ConfigError,
+    StorageError,
+    UnsupportedValueError,
+)
 from torchft_ckpt.integrations.dcp.reader import DCPReader, load_metadata
+from torchft_ckpt.threads import parallel_map
+
+_NUM_THREADS = 8
+
+
+class CheckpointPlace(NamedTuple):
+    """The place of a checkpoint, of which nothing was read yet."""
+
+    storage: Storage
+    name: CheckpointName
+    """Also its directory in the storage."""
+    shown: str
+    """The name that its directory really has: whoever copied it may have given it another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedCheckpoint:
+    """A checkpoint whose manifests were read."""
+
+    place: CheckpointPlace
+    reader: CheckpointReader
+    why_not_whole: str | None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What the manifests say."""
+        return self.reader.checkpoint
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors, each counted once."""
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.reader.tensors.values())
+
+
+def find_checkpoints(location: str, step: int | None = None) -> list[CheckpointPlace]:
+    """Return the checkpoints of a place, the newest first.
+
+    Args:
+        location: a directory with checkpoints, or of one checkpoint; a path, or a URL of fsspec.
+        step: only those of this step.
+
+    Raises:
+        ConfigError: there is none, or the location cannot be used.
+        StorageError: the storage failed.
+    """
+    places = _places_of(location)
+    if not places:
+        raise ConfigError(f"{location}: there is no checkpoint", location)
+    found = [place for place in places if step is None or place.name.step == step]
+    if not found:
+        steps = sorted({place.name.step for place in places}, reverse=True)
+        known = f"{', '.join(map(str, steps[:20]))}{', ...' if len(steps) > 20 else ''}"
+        raise ConfigError(f"{location}: there is no checkpoint of step {step}; its steps are {known}", location)
+    return sorted(found, key=lambda place: (place.name, place.shown), reverse=True)
+
+
+def open_checkpoint(place: CheckpointPlace) -> OpenedCheckpoint:
+    """Read what a checkpoint says of itself, and whether it is whole."""
+    checkpoint = read_checkpoint([place.storage], place.name)
+    why_not = why_not_whole(checkpoint)
+    return OpenedCheckpoint(place=place, reader=CheckpointReader(checkpoint), why_not_whole=why_not)
+
+
+def _places_of(location: str) -> list[CheckpointPlace]:
+    if not location:
+        raise ConfigError("DIR is empty: a path or a URL was expected", "DIR")
+    is_url = "://" in location or "::" in location
+    path = location.rstrip("/") if is_url else os.path.realpath(location)
+    above, _, last = path.rpartition("/")
+    name = parse_checkpoint(last)
+    if name is not None:
+        storage = open_storage(above or "/")
+        return [CheckpointPlace(storage, name, last)] if storage.names(last) else []
+    storage = open_storage(path)
+    entries = storage.names()
+    if parts := parts_in(entries):
+        return [_renamed(storage, "", last, parts)]
+    if METADATA in entries:
+        raise ConfigError(f"{location}: torch.distributed.checkpoint wrote it; its format_utils read it", location)
+    places = [CheckpointPlace(storage, name, entry) for entry in entries if (name := parse_checkpoint(entry))]
+    others = [entry for entry in entries if parse_checkpoint(entry) is None and TEMPORARY not in entry]
+    inside = parallel_map(lambda entry: _names_in(storage, entry), others, _NUM_THREADS)
+    contents = dict(zip(others, inside, strict=True))
+    places += [_renamed(storage, at, at, parts) for at, names in contents.items() if (parts := parts_in(names))]
+    dcps = [entry for entry, names in contents.items() if METADATA in names]
+    if dcps and not places:
+        raise ConfigError(
+            f"{location}: torch.distributed.checkpoint wrote {some_of(dcps, ', ')}; its format_utils read it", location
+        )
+    return places
+
+
+def _names_in(storage: Storage, entry: str) -> list[str]:
+    try:
+        return storage.names(entry)
+    except StorageError:
+        return []  # no checkpoint that could be read
+
+
+def _renamed(storage: Storage, directory: str, shown: str, parts: list[PartName]) -> CheckpointPlace:
+    """Return the place of a checkpoint of ours whose directory has another name than it was saved under."""
+    for part in parts:
+        try:
+            path = f"{directory}/{part.manifest}".lstrip("/")
+            _, _, body = storage.read(path, 0, min(storage.size(path) or 0, MAX_MANIFEST_BYTES)).partition(b"\n")
+            name = parse_checkpoint(_DECODER.decode(body).checkpoint)
+        except (StorageError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+        if name is not None:
+            return CheckpointPlace(_Renamed(storage, name, directory), name, shown)
+    name = CheckpointName(0, "unknown")  # no manifest can be read: whoever reads them says why
+    return CheckpointPlace(_Renamed(storage, name, directory), name, shown)
+
+
+class _SaysItsName(msgspec.Struct):
+    checkpoint: str
+
+
+_DECODER = msgspec.json.Decoder(_SaysItsName)
+
+
+class _Renamed(Storage):
+    """A storage in which the directory of one checkpoint has the name that it was saved under. For reading alone."""
+
+    def __init__(self, storage: Storage, name: CheckpointName, directory: str) -> None:
+        self.location = storage.location
+        self._storage = storage
+        self._name = str(name)
+        self._directory = directory
+
+    def _at(self, path: str) -> str:
+        head, _, file = path.partition("/")
+        return f"{self._directory}/{file}".strip("/") if head == self._name else path
+
+    def names(self, directory: str = "") -> list[str]:
+        return self._storage.names(self._at(directory))
+
+    def size(self, path: str) -> int | None:
+        return self._storage.size(self._at(path))
+
+    def read_into(self, path: str, start: int, memory: memoryview) -> None:
+        self._storage.read_into(self._at(path), start, memory)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise StorageError(f"{self.location}: it is only read here", self.location)
+
+    make_directory = create = remove_checkpoint = _refuse
+
+
+# What people and programs are told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """The row of a checkpoint in `ls`. If it is not whole, the tensors are those that are known."""
+
+    step: int
+    name: str
+    is_whole: bool
+    why_not_whole: str | None
+    num_tensors: int | None
+    """None if nothing is known."""
+    bytes: int | None
+    """Of the tensors, each counted once."""
+    bytes_on_disk: int
+    num_replicas: int | None
+    num_ranks: int | None
+    """Of each replica."""
+    num_parts: int
+    """Ranks whose own part is there."""
+    num_filled: int
+    """Parts that were written in place of others."""
+    num_files: int
+    """Of data."""
+    has_metadata: bool
+    """Plain DCP can read it."""
+    written_at_s: float | None = None
+    """Unix time, by the clock of who wrote the last part."""
+    left_aside: list[str] = field(default_factory=list)
+    """Parts that are there and do not count."""
+    divergent: list[str] = field(default_factory=list)
+    """Tensors of which replicas did not hold the same bytes."""
+
+
+def describe(opened: OpenedCheckpoint) -> Described:
+    """Return what there is to say.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    storage, name, checkpoint = opened.place.storage, opened.place.name, opened.checkpoint
+    names = storage.names(str(name))
+    sizes = parallel_map(storage.size, [f"{name}/{one}" for one in names], _NUM_THREADS)
+    manifests = [part.manifest for part in checkpoint.parts]
+    return Described(
+        step=name.step,
+        name=opened.place.shown,
+        is_whole=opened.why_not_whole is None,
+        why_not_whole=opened.why_not_whole,
+        num_tensors=len(opened.reader.tensors) if manifests else None,
+        bytes=opened.num_bytes if manifests else None,
+        bytes_on_disk=sum(size or 0 for size in sizes),
+        num_replicas=max((manifest.num_replicas for manifest in manifests), default=None),
+        num_ranks=max((manifest.num_ranks for manifest in manifests), default=None),
+        num_parts=sum(manifest.fill == 0 for manifest in manifests),
+        num_filled=sum(manifest.fill > 0 for manifest in manifests),
+        num_files=sum(one.endswith(".distcp") for one in names),
+        has_metadata=METADATA in names,
+        written_at_s=max((manifest.written_at_s for manifest in manifests), default=None),
+        left_aside=checkpoint.left_aside,
+        divergent=checkpoint.divergent,
+    )
+
+
+def table(rows: list[Described]) -> str:
+    """Return a line for each checkpoint, and one below those of which something is to be said."""
+    heads = ("step", "whole", "tensors", "bytes", "on disk", "parts", "written", "name")
+    cells = [heads, *(_cells(row) for row in rows)]
+    first, *lines = aligned(cells, right=(0, 2, 3, 4))
+    indent = " " * (max(len(line[0]) for line in cells) + 4)
+    for row, line in zip(rows, lines, strict=True):
+        first = "\n".join([first, line, *(f"{indent}{remark}" for remark in _remarks(row))])
+    return first
+
+
+def _cells(row: Described) -> tuple[str, ...]:
+    return (
+        str(row.step),
+        "yes" if row.is_whole else "no",
+        "-" if row.num_tensors is None else str(row.num_tensors),
+        "-" if row.bytes is None else format_bytes(row.bytes),
+        format_bytes(row.bytes_on_disk),
+        _parts(row),
+        "-" if row.written_at_s is None else _when(row.written_at_s),
+        one_line(row.name),
+    )
+
+
+def _when(unix_time_s: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(unix_time_s):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):
+        return "?"  # a clock of its writer's that was wrong, or a number that is no time: nothing depends on it
+
+
+def _parts(row: Described) -> str:
+    if row.num_replicas is None or row.num_ranks is None:
+        return "-"
+    all_of_them = f"{row.num_replicas}x{row.num_ranks}"
+    some = all_of_them if row.num_parts == row.num_replicas * row.num_ranks else f"{row.num_parts} of {all_of_them}"
+    return f"{some}, {row.num_filled} filled" if row.num_filled else some
+
+
+def _remarks(row: Described) -> list[str]:
+    remarks = [] if row.why_not_whole is None else [one_line(row.why_not_whole)]
+    if row.is_whole:
+        remarks += [f"left aside: {one_line(reason)}" for reason in row.left_aside]
+        if not row.has_metadata:
+            remarks.append("plain DCP cannot read it: its .metadata was not written")
+    if row.divergent:
+        remarks.append(
+            f"replicas did not hold the same bytes of {len(row.divergent)} tensors, "
+            f"such as {one_line(row.divergent[0])[:120]}"
+        )
+    return remarks
+
+
+# Its content
 
 _BATCH_BYTES = 64 * 1024 * 1024
 

@@ -19,8 +19,7 @@ from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.cli.checkpoint_content import VerifyResult
-    from torchft_ckpt.cli.checkpoint_places import OpenedCheckpoint
+    from torchft_ckpt.cli.checkpoint_content import OpenedCheckpoint, VerifyResult
 
 _MAX_PROBLEMS = 20
 
@@ -67,7 +66,7 @@ def _add_location(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_ls(options: argparse.Namespace) -> int:
-    from torchft_ckpt.cli.checkpoint_places import describe, find_checkpoints, open_checkpoint, table
+    from torchft_ckpt.cli.checkpoint_content import describe, find_checkpoints, open_checkpoint, table
 
     rows = [describe(open_checkpoint(place)) for place in find_checkpoints(options.location)]
     if options.json:
@@ -82,8 +81,13 @@ def _run_ls(options: argparse.Namespace) -> int:
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    from torchft_ckpt.cli.checkpoint_content import Condition, bytes_to_verify, verify
-    from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
+    from torchft_ckpt.cli.checkpoint_content import (
+        Condition,
+        bytes_to_verify,
+        find_checkpoints,
+        open_checkpoint,
+        verify,
+    )
     from torchft_ckpt.cli.output import reading_bar
 
     counts = dict.fromkeys(Condition, 0)
@@ -144,7 +148,7 @@ def _run_export(options: argparse.Namespace) -> int:
 
 def _newest_whole(options: argparse.Namespace) -> OpenedCheckpoint:
     from torchft_ckpt.checkpointing.state.local_state import some_of
-    from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
+    from torchft_ckpt.cli.checkpoint_content import find_checkpoints, open_checkpoint
 
     skipped: list[str] = []
     for place in find_checkpoints(options.location, options.step):

@@ -101,7 +101,7 @@ def _find(location: str, step: int) -> tuple[str, int]:
         ConfigError, CheckpointNotFoundError: there is none.
     """
     from torchft_ckpt.checkpointing.durable.names import parse_checkpoint
-    from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
+    from torchft_ckpt.cli.checkpoint_content import find_checkpoints, open_checkpoint
 
     why: list[str] = []
     for place in (places := find_checkpoints(location)):
