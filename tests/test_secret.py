@@ -145,7 +145,10 @@ def test_a_command_reads_it_from_a_file_and_says_that_ps_shows_an_argument(
         with pytest.raises(SystemExit) as ended:
             main([*asks, *arguments])
         assert ended.value.code == 2
-    assert "it is empty" in capsys.readouterr().err
+    assert f"argument --token-file: the file {os.devnull!r} that --token-file names" in (
+        said := capsys.readouterr().err
+    )
+    assert "it is empty" in said
     for command in ("lighthouse", "status", "inspect"):
         with pytest.raises(SystemExit):
             main([command, "--help"])

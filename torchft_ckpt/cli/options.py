@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from torchft_ckpt import config
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.tls import Tls, resolve_tls
+
+_T = TypeVar("_T")
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +23,11 @@ def add_token(parser: argparse.ArgumentParser) -> None:
         " TORCHFT_CKPT_TOKEN_FILE to a file that holds it",
     )
     options.add_argument(
-        "--token-file", dest="token", type=_secret_in, metavar="FILE", help="file that holds the shared secret"
+        "--token-file",
+        dest="token",
+        type=_parsed(lambda path: config.read_secret(path, "--token-file")),
+        metavar="FILE",
+        help="file that holds the shared secret",
     )
 
 
@@ -50,24 +56,20 @@ def add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
 
 
-def _secret_in(path: str) -> str:
-    try:
-        return config.read_secret(path, "--token-file")
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _parsed(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return what parses an argument as `parse` does, and says what it says of one that cannot be used."""
+
+    def parse_argument(text: str) -> _T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            what = "" if isinstance(error, ConfigError) else f"{text}: "  # that names it
+            raise argparse.ArgumentTypeError(f"{what}{error}") from error
+
+    return parse_argument
 
 
-def count(text: str) -> int:
-    """Return an argument that is a whole number, 0 or more."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return number
-
-
-def seconds(text: str) -> timedelta:
-    """Return an argument that is a number of seconds, more than 0."""
-    number = float(text)
-    if not (math.isfinite(number) and 0 < number < 1e9):
-        raise argparse.ArgumentTypeError(f"{text} is no positive number of seconds")
-    return timedelta(seconds=number)
+count = _parsed(config.parse_count)
+"""Returns an argument that is a whole number, 0 or more."""
+seconds = _parsed(config.parse_seconds)
+"""Returns an argument that is a number of seconds, more than 0."""
