@@ -24,6 +24,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.errors import ProcessGroupConfigureError
+from torchft_ckpt.network import join_host_port
 from torchft_ckpt.threads import Thread
 
 _NUM_IDLE_MAX = 8
@@ -57,8 +58,7 @@ class StoreAddress:
         return cls(host=host, port=port, prefix=prefix)
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}/{self.prefix}"
+        return f"{join_host_port(self.host, self.port)}/{self.prefix}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
