@@ -7,7 +7,9 @@ One save at a time, on a thread of its own. What is to be done follows from `cor
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -416,8 +418,7 @@ class SaveWorker(Save):
                 if leaves or decision.act is not Act.WAIT:
                     raise
                 self._looks_again(error)
-                if self._woken.wait(decision.look_in_s):
-                    raise self._given_up() from error
+                self._pause(decision.look_in_s)
                 continue
             decision = watch.observe(seen, self._clock())
             if decision.act is Act.DONE:
@@ -432,8 +433,7 @@ class SaveWorker(Save):
                     raise CheckpointError(
                         f"the next save began before this one was whole: {self.waits_for()}", party=str(task.name)
                     )
-                if self._woken.wait(decision.look_in_s):
-                    raise self._given_up()
+                self._pause(decision.look_in_s)
                 continue
             if leaves:
                 return not watch.missing() and self._close_if_whole()
@@ -441,8 +441,7 @@ class SaveWorker(Save):
                 num_kept = len(watch.backs_up)
                 self._release({*watch.backs_up})
             if decision.act is Act.WAIT:
-                if self._woken.wait(decision.look_in_s):
-                    raise self._given_up()
+                self._pause(decision.look_in_s)
             elif decision.act is Act.CLOSE:
                 if self._close_if_whole():
                     return True
@@ -465,6 +464,10 @@ class SaveWorker(Save):
                     "this rank's share is there",
                     str(task.name),
                 )
+
+    def _pause(self, seconds: float) -> None:
+        if self._woken.wait(seconds):
+            raise self._given_up()
 
     def _look(self, watch: SaveWatch, *, lists: bool) -> SaveView:
         """Return what there is to be seen now. Lengths are asked for only of what is not finished, of those who matter."""
@@ -619,10 +622,7 @@ class SaveOnlooker(Save):
 
 
 def _blocks_of(staged: Sequence[StagedShare]) -> int:
-    blocks = 0
-    for share in staged:
-        blocks |= share.blocks
-    return blocks
+    return functools.reduce(operator.or_, (share.blocks for share in staged), 0)
 
 
 def close_checkpoint(storage: Storage, checkpoint: Checkpoint) -> None:
