@@ -139,7 +139,6 @@ def test_an_ordinary_save_is_read_back_in_every_bit(tmp_path: Path) -> None:
         "lrs.1.x": (("lrs", 1, "x"), "y"),
     }
     assert reader.tensors["model.w"][:4] == ("model.w", ("model", "w"), torch.float32, (300, 40))
-    assert reader.own("any", 0) is None
 
 
 @pytest.mark.parametrize("rank_local", [False, True])
@@ -177,7 +176,6 @@ def test_only_the_records_that_are_needed_are_read_and_each_once(tmp_path: Path)
     reader.read([Want("w", Box((200 * number, 0), (200, tensor.shape[1])), to) for number, to in enumerate(targets)])
     assert torch.equal(torch.cat(targets), tensor[:400])
     assert reader.bytes_read <= 1.05 * tensor.nbytes / 2
-    assert reader.bytes_needed == 2 * targets[0].nbytes
 
 
 def test_large_records_are_loaded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

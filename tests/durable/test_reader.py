@@ -121,7 +121,6 @@ def test_rows_of_large_tensors_cost_at_most_five_percent_more_than_they_have(
         target = torch.zeros(box.sizes, dtype=torch.int32)
         reader.read([Want("w", box, target)])
         assert torch.equal(target, view_of(tensor, box)), number
-    assert reader.bytes_needed == tensor.nbytes
     assert reader.bytes_read <= 1.05 * tensor.nbytes
 
 

@@ -141,9 +141,6 @@ class DCPReader(StateReader[DCPChunk]):
         }
         return PlannedValues(values.keys(), [], lambda: values)
 
-    def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
-        return None  # DCP keeps nothing for one rank alone
-
     # What there is
 
     def _read_metadata(self) -> Iterator[tuple[str, Metadata]]:

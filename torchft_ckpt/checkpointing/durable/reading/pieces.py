@@ -170,8 +170,6 @@ class StateReader(ABC, Generic[_P]):
 
     bytes_read: int = 0
     """From storage so far, for tensors."""
-    bytes_needed: int = 0
-    """Of all targets so far."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._num_threads = num_threads
@@ -216,7 +214,6 @@ class StateReader(ABC, Generic[_P]):
         for want in wants:
             _check_want(want, self.tensors.get(want.name), self.location)
         cells = self._plan([(want.box, want) for want in wants], reading)
-        self._count(0, needed=sum(want.target.nbytes for want in wants))
         with torn_where_it_raises(f"reading {self.location}", self.location, lambda: reading.is_written):
             while cells:
                 self._carry_out(cells, reading)
@@ -266,17 +263,8 @@ class StateReader(ABC, Generic[_P]):
         """Yield, at least once, what ranks have saved of their optimizers' parameters, see `parameters.names_of`."""
         yield {}
 
-    @abstractmethod
-    def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
-        """Return what belongs to one rank of a named replica group alone; None where there is nothing.
-
-        `classes`, and what it raises: as for `plan_values`.
-        """
-
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.location!r}, bytes_read={self.bytes_read}, bytes_needed={self.bytes_needed})"
-        )
+        return f"{type(self).__name__}({self.location!r}, bytes_read={self.bytes_read})"
 
     @abstractmethod
     def _pieces_of(self, name: str) -> Iterable[_P]:
@@ -320,10 +308,9 @@ class StateReader(ABC, Generic[_P]):
     def _parallel_map(self, units: Sequence[Callable[[], _T]]) -> list[_T]:
         return parallel_map(_call, units, self._num_threads)
 
-    def _count(self, num_bytes: int, needed: int = 0) -> None:
+    def _count(self, num_bytes: int) -> None:
         with self._lock:
             self.bytes_read += num_bytes
-            self.bytes_needed += needed
 
 
 def _call(work: Callable[[], _T]) -> _T:

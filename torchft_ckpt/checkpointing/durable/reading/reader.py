@@ -165,6 +165,10 @@ class CheckpointReader(StateReader[Piece]):
         return (owners_in(part.manifest) for part in self._own_first())
 
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
+        """Return what belongs to one rank of a named replica group alone; None where there is nothing.
+
+        `classes`, and what it raises: as for `plan_values`.
+        """
         part = self.checkpoint.own_part(replica_id, rank)
         return None if part is None else decode_value(part.manifest.own, classes)
 
