@@ -57,11 +57,8 @@ class Fragment(ABC):
         self.original_parameters = {
             name: copy_for(local_of(param), backup_device, pin_memory) for name, param in self.params.items()
         }
-        self._inner_state = (
-            InnerStateBackup(inner_optimizer, list(self.trained.values()), backup_device, pin_memory)
-            if keep_inner_state
-            else None
-        )
+        kept = list(self.trained.values()) if keep_inner_state else []
+        self._inner_state = InnerStateBackup(inner_optimizer, kept, backup_device, pin_memory)
         self._frozen: dict[str, Sequence[Counted]] = {}
         self._values: list[torch.Tensor] = []
         self._flat_values: list[torch.Tensor] = []
@@ -109,18 +106,15 @@ class Fragment(ABC):
     def restore(self) -> None:
         """Go back to the backup, and the inner optimizer's state to what it was when the round began."""
         self.restore_parameters()
-        if self._inner_state is not None:
-            self._inner_state.restore()
+        self._inner_state.restore()
 
     def begin_round(self) -> None:
         """Note the state of the inner optimizer as that to which a discarded round goes back."""
-        if self._inner_state is not None:
-            self._inner_state.save()
+        self._inner_state.save()
 
     def check_inner_state(self) -> None:
         """See, after an inner step, that the inner optimizer's state can go back; raises as `InnerStateBackup.check_found`."""
-        if self._inner_state is not None:
-            self._inner_state.check_found()
+        self._inner_state.check_found()
 
     @torch.no_grad()
     def save_parameters(self) -> None:
@@ -292,7 +286,8 @@ class InnerStateBackup:
         Raises:
             ConfigError: it is nowhere in the optimizer, which says in its own way what its state is.
         """
-        if type(self._optimizer).state_dict is Optimizer.state_dict or len(with_inner([self._optimizer])) > 1:
+        is_torchs = type(self._optimizer).state_dict is Optimizer.state_dict
+        if not self._params or is_torchs or len(with_inner([self._optimizer])) > 1:
             return
         if not any(state.get(param) for state in self._states() for param in self._params):
             name = type(self._optimizer).__name__
