@@ -16,6 +16,8 @@ import torch
 from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
 from support.newest import newest_whole
 
+from torchft_ckpt.checkpointing.durable.cooperative_read.lookup import Candidates
+from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     BoxEntry,
     FileTensor,
@@ -296,6 +298,17 @@ def test_a_disk_that_has_died_is_left_aside_if_another_is_there(
     assert "broken is left aside" in caplog.text
     with pytest.raises(StorageError, match="listing failed"):
         newest_whole([broken])
+
+
+@pytest.mark.parametrize("has_a_part", [False, True])
+def test_a_rank_alone_reads_of_the_shared_storage_what_has_a_part_there(tmp_path: Path, has_a_part: bool) -> None:
+    """A directory that a save began, and that has nothing yet, is no reason to believe what others say of the one here."""
+    double, shared = two_ranks(storage_in(tmp_path / "own")), storage_in(tmp_path / "shared")
+    shared.make_directory(str(NAME))
+    if has_a_part:
+        double.write(0, 0, pieces={"w": HALVES[:1]}, values=[], storage=shared)
+    found = Candidates([shared, double.storage], Ranks(), step=None, shared=shared).newest()
+    assert found.checkpoint.name == NAME and found.is_shared is has_a_part
 
 
 # Holes

@@ -110,7 +110,7 @@ class Candidates:
                     reason = "not all ranks can read all of it"
                 if reason is None:
                     tell_of(found.checkpoint)
-                    return found._replace(is_shared=any(str(name) in one.shared for one in seen))
+                    return found._replace(is_shared=found.is_shared or any(str(name) in one.shared for one in seen))
                 logger.warning("checkpoint %s is skipped: %s", name, reason)
                 skipped.append(f"{name}: {reason}")
         what = "no whole checkpoint" if self._step is None else f"no whole checkpoint of step {self._step}"
@@ -141,7 +141,7 @@ class Candidates:
                     here = self._here.setdefault(name, {})
                     for part in () if is_alone else parts_in(storage.names(name)):
                         here.setdefault(part.manifest, []).append(storage)
-                    shared += [name] if storage is self._shared else []
+                    shared += [name] if storage is self._shared and not is_alone else []
             except StorageError as error:
                 failures.append(error)
                 logger.warning("storage %s is left aside: %s", storage.location, error)
@@ -154,7 +154,8 @@ class Candidates:
     def _put_together(self, name: CheckpointName, seen: Sequence[Sequence[str]]) -> Found:
         """Return the parts of a checkpoint that any rank can read, and who can read which; `seen`: manifests, by rank."""
         if len(seen) == 1:
-            return Found(read_checkpoint(self._storages, name))
+            alone = read_checkpoint(self._storages, name)
+            return Found(alone, is_shared=any(part.storage is self._shared for part in alone.parts))
         seeing: dict[str, list[int]] = {}
         for rank, files in enumerate(seen):
             for file in files:
