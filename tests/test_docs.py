@@ -29,7 +29,7 @@ from torchft_ckpt.__main__ import _parser
 from torchft_ckpt.checkpointing.state.format import FORMAT_VERSION
 from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Role
 
-OUR_OWN_EXTRAS = {"demo", "examples", "tls", "test", "docs", "site", "package", "bench"}
+OUR_OWN_EXTRAS = {"demo", "examples", "metrics", "tls", "test", "docs", "site", "package", "bench"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 

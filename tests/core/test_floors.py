@@ -59,6 +59,7 @@ BESIDE = {
     "tls": {"core"},
     "front": {"core", "network", "tls"},
     "optimizer": set(),
+    "exact": {"data"},
     "local_sgd": {"outer"},
     "__init__": {"testing"},
     "__main__": {"__init__", "testing", "cli"},

@@ -108,8 +108,8 @@ def test_groups_of_more_ranks_warn_if_there_was_something_to_restore(
     saving.save({"w": torch.ones(2)}, step=4, rank_state={"place": 7} if has_own else None).result(LONG_S)
     assert saving.load({"w": torch.zeros(2)}).rank_state == ({"place": 7} if has_own else None)
     saving.shutdown()
-    monkeypatch.setattr(Checkpointer, "_place", lambda self: (0, 4))
     loading = Checkpointer(tmp_path)
+    monkeypatch.setattr(loading, "_place", (0, 4))
     with caplog.at_level(logging.WARNING):
         assert loading.load({"w": torch.zeros(2)}).rank_state is None
     loading.shutdown()

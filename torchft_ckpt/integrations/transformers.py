@@ -167,8 +167,11 @@ class FaultToleranceCallback(TrainerCallback):
 
     def _feed_by_steps(self, args: TrainingArguments, global_batch_size: int) -> None:
         if args.world_size != 1:
-            what = f"global_batch_size in a group of {args.world_size} processes, which add in an order that changes"
-            raise ConfigError(f"{what}: make each process a group", party="world_size")
+            raise ConfigError(
+                f"global_batch_size in a group of {args.world_size} processes, which add in an order that changes: make each"
+                " process a group",
+                party="world_size",
+            )
         trainer, make = self._trainer, self._trainer.get_train_dataloader
         seed, accumulates = args.seed if args.data_seed is None else args.data_seed, args.gradient_accumulation_steps
 
