@@ -36,7 +36,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_job import ACCUMULATE, BATCH_SIZE, Net, make_data, make_trainer, sampler_of
+from lightning_job import ACCUMULATE, BATCH_SIZE, NUM_SAMPLES, Net, make_data, make_trainer, sampler_of
 from support.launched import REPO
 from torch.utils.data import DataLoader
 
@@ -316,6 +316,17 @@ def test_what_training_step_would_compute_beside_a_step_is_refused(
     trainer = make_trainer(tmp_path, 5, strategy=strategy, accumulate=1, enable_progress_bar=False)
     with pytest.raises(ConfigError, match=why):
         trainer.fit(kind(7, 5), wrap(DataLoader(make_data(), batch_size=BATCH_SIZE)))
+
+
+@pytest.mark.parametrize("per_step", [4 * BATCH_SIZE, NUM_SAMPLES], ids=["several steps an epoch", "one step an epoch"])
+def test_an_accumulation_of_batches_is_refused_with_exact_steps(
+    tmp_path: Path, manager: Manager, per_step: int
+) -> None:
+    """The only batch of an epoch makes a step, and its loss would be divided all the same."""
+    strategy = FaultToleranceStrategy(manager, "cpu", global_batch_size=per_step)
+    trainer = make_trainer(tmp_path, 5, strategy=strategy, accumulate=2, enable_progress_bar=False)
+    with pytest.raises(ConfigError, match="leave the accumulation of gradients out"):
+        trainer.fit(Net(7, 5), DataLoader(make_data(), batch_size=BATCH_SIZE))
 
 
 @pytest.mark.slow

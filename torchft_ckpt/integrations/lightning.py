@@ -187,7 +187,7 @@ class _ReplicaGroup(Strategy):
             ranks = getattr(self, "distributed_sampler_kwargs", {"rank": 0, "num_replicas": 1})
             seed, part = int(os.environ.get("PL_GLOBAL_SEED", "0")), (ranks["rank"], ranks["num_replicas"])
             by = [one for one in self._trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]
-            most = max([count for one in by for count in one.scheduling.values()], default=1)
+            most = max([self._trainer.accumulate_grad_batches, *(num for one in by for num in one.scheduling.values())])
             self._steps, dataloader = feed(self._manager, dataloader, size, accumulates=most, seed=seed, part=part)
         if self._steps is not None and trains:
             automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
