@@ -726,8 +726,7 @@ class StepClient:
     def _hello(self) -> Hello:
         """Return what a lighthouse has to know that hears of this group for the first time."""
         with self._lock, self._replica as replica:
-            hello = replica.hello(self.replica_id, self._group_world_size)
-        return msgspec.structs.replace(hello, metrics_address=self.metrics_address)
+            return replica.hello(self.replica_id, self._group_world_size, self.metrics_address)
 
     def _hear(self, message: GroupToRank) -> None:
         """Note a message; abort or cancel where it says so. Never blocks."""

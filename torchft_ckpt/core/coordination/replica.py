@@ -745,7 +745,7 @@ class ReplicaState:
         self._last_outcome = None
         self.collectives_failed()
 
-    def hello(self, replica_id: str, group_world_size: int) -> Hello:
+    def hello(self, replica_id: str, group_world_size: int, metrics_address: str = "") -> Hello:
         """Return what a lighthouse has to know that hears of this replica for the first time."""
         formed = self.quorum
         return Hello(
@@ -762,6 +762,7 @@ class ReplicaState:
             last_outcome=self._last_outcome,
             is_beside=self.is_learner and self.phase in (StepPhase.TRAINING, StepPhase.VOTED),
             store_address=self.settings.store_address,
+            metrics_address=metrics_address,
             spare=self.settings.spare,
             init_sync=self.settings.init_sync,
             min_contributors=self.settings.min_replica_size,
