@@ -21,6 +21,7 @@ from torchft_ckpt.checkpointing.fetching.transfer_state import WAIT_S, TransferS
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
 from torchft_ckpt.checkpointing.state.blocks import format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.core.transfer.scheduler import (
     Batches,
     TransferLedger,
@@ -512,10 +513,9 @@ class BlockTransfer(TransferState):
 
 
 def _what_differs(destination: Destination, blocks: list[int]) -> str:
-    names = destination.names_of(blocks)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    names = (name[:120] for name in destination.names_of(blocks))
     some = "one block differs" if len(blocks) == 1 else f"{len(blocks)} blocks differ"
-    return f"{some}; what differs is among {', '.join(name[:120] for name in names[:5])}{more}"
+    return f"{some}; what differs is among {some_of(names, ', ')}"
 
 
 def _lowest(mask: int, limit: int) -> int:
