@@ -315,8 +315,8 @@ class SaveWorker(Save):
         name, path = self._name, self._name.differs(self._task.member.replica)
         logger.info("checkpoint %s: %d bytes written in %.2f s", name, saved.written_bytes, saved.took_s)
         try:
-            if saved.is_closed and self._state.owned_replicas and self._task.storage.size(path):
-                told = bytes(self._task.storage.read(path)).decode(errors="replace")
+            if saved.is_closed and self._state.owned_replicas and (size := self._task.storage.size(path)):
+                told = self._task.storage.read(path, 0, size).decode(errors="replace")
                 again = "They are compared again at the next step's save"
                 return RanksDifferError(f"checkpoint {name} is whole and stays, but {told}. {again}", path)
         except StorageError as error:
