@@ -186,10 +186,11 @@ def _run_status(options: argparse.Namespace) -> int:
 def _print_stacks(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.resharding.peers import JobPeers
     from torchft_ckpt.coordination.lighthouse_connection import resolve_job
+    from torchft_ckpt.core.coordination.messages import group_name
 
     lighthouse, job = _lighthouse(options), resolve_job(options.job)
     urls = {member["replica_id"]: member["urls"] for member in lighthouse.status(job).get("members", ())}
-    name = next((name for name in urls if urls[name] and options.stacks in (name, name.rpartition(":")[0])), "")
+    name = next((name for name in urls if urls[name] and options.stacks in (name, group_name(name))), "")
     if not name:
         known = ", ".join(map(printable, urls)) or "none"
         raise ConfigError(
