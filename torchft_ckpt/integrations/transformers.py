@@ -257,12 +257,11 @@ class FaultToleranceCallback(TrainerCallback):
         if resumed_at and not self._manager.current_step():
             saved = state.stateful_callbacks.get(_GEOMETRY, {})
             self._manager.load_state_dict({"step": resumed_at, "batches_committed": 0, **saved})
-        if self._steps is not None:
-            state.stateful_callbacks[_GEOMETRY] = self._steps.geometry()  # it goes with the Trainer's checkpoints
         if self._steps is None:
             self._take_over_data(loader, accumulation)
             self._follow_job(max(self._manager.newest_step_of_peers() or 0, self._manager.current_step()))
         else:
+            state.stateful_callbacks[_GEOMETRY] = self._steps.geometry()  # it goes with the Trainer's checkpoints
             trainer.training_step = functools.partial(self._training_step, trainer.training_step)
 
     def _take_over(self, args: TrainingArguments, model: torch.nn.Module, optimizer: Any) -> None:
