@@ -915,14 +915,20 @@ def test_of_those_that_hold_values_of_attempts_that_are_over_one_gives_its_own_t
     assert [m.hears()[-1] for m in newcomers] == ["quorum 2 step 2 healthy"] * 2
 
 
-def test_one_with_values_of_an_attempt_that_is_over_asks_while_its_giver_is_cut_off_and_comes_in_when_that_is_back() -> (
-    None
-):
+def c_has_values_of_an_attempt_that_is_over() -> tuple[Job, Member, Member]:
+    """The attempt was a's, who is cut off; nobody else is there."""
     job, a, b, c = waits_for_c()
     c.comes_in()
     a.asks(can_serve=True)  # its loss was not a number
     a.is_cut_off()
     b.dies()
+    return job, a, c
+
+
+def test_one_with_values_of_an_attempt_that_is_over_asks_while_its_giver_is_cut_off_and_comes_in_when_that_is_back() -> (
+    None
+):
+    job, a, c = c_has_values_of_an_attempt_that_is_over()
     c.asks()
     assert not c.replica.warms_up, "nobody else is there, so the job may go on from what it has"
     a.connects()
@@ -936,11 +942,7 @@ def test_one_with_values_of_an_attempt_that_is_over_asks_while_its_giver_is_cut_
 def test_if_the_job_goes_on_with_values_of_an_attempt_that_was_over_its_giver_has_others_and_comes_in_as_all_do() -> (
     None
 ):
-    job, a, b, c = waits_for_c()
-    c.comes_in()
-    a.asks(can_serve=True)  # its loss was not a number
-    a.is_cut_off()
-    b.dies()
+    job, a, c = c_has_values_of_an_attempt_that_is_over()
     c.asks(can_serve=True)
     d = job.join("d")
     d.warms_up(reach_s=0.5)
